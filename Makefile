@@ -42,6 +42,7 @@ SEED ?= $(shell date +%j)
 fuzz: $(READY)
 	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=10000 $(BIN)/python -m pytest -q tests/properties/test_foreign_files.py
 	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=100000 $(BIN)/python -m pytest -q tests/properties/test_hostile_messages.py
+	RAVNEST_FUZZ=1 $(BIN)/python -m pytest -q --timeout=3600 tests/system tests/properties/test_hub_laws.py tests/properties/test_check_laws.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,7 +1,7 @@
-"""Everything that must pass, in lanes side by side: two start programs and mostly wait, two compute.
+"""Everything that must pass, in four lanes side by side: a free lane takes the next command, long ones first.
 
-A lane runs its commands one after the other and shows what each said when it ended. The first that fails ends
-all lanes.
+So two cores are busy to the end. Each command is shown with what it said, its time and its seconds of a core
+when it has ended. The first that fails ends all.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,6 @@ Command = Sequence[str]
 
 # All would share one cache. Ten minutes are against what hangs: a busy PC takes long for a test.
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600", "--durations=10")
-DECIDING = ("tests/unit", "tests/properties")
-WAITING = ("tests/integration", "tests/browser")
 LEARNING = ("tests/integration/test_demo.py", "tests/integration/test_convergence.py")  # they compute, too
 
 
@@ -33,28 +32,30 @@ def benchmark(name: str) -> Command:
     return (sys.executable, "-m", "benchmarks.run", name, "--quick", "--json")
 
 
-LANES: dict[str, list[Command]] = {
-    "waits": [
-        (*PYTEST, *WAITING, *leave_out(LEARNING)),
-        *map(benchmark, ("allreduce", "quality", "gallery")),
-    ],
-    "measures": [
-        *map(benchmark, ("soak", "recovery", "pipeline", "dashboard", "memory")),
-        (*PYTEST, *LEARNING),
-    ],
-    "decides": [
-        ("scripts/check",),
-        ("scripts/docs",),
-        (*PYTEST, *DECIDING),
-        *map(benchmark, ("plan", "noise", "trust", "hub")),
-    ],
-    "computes": [
-        (*PYTEST, *leave_out(DECIDING + WAITING)),
-        *map(benchmark, ("stages", "size", "capture", "families")),
-    ],
-}
+# Benchmarks in no list have their invariants in tests: recovery in test_recovery, quality in test_demo
+# and test_stranger, trust lie by lie in tests/attacks. tests/unit/test_scenarios.py loads every one.
+
+# Programs that mostly wait for each other, the longest first.
+PROGRAMS: list[Command] = [
+    benchmark("soak"),
+    (*PYTEST, "tests/integration", *leave_out(LEARNING)),
+    (*PYTEST, *LEARNING, "tests/browser"),
+    *map(
+        benchmark, ("recovery", "pipeline", "allreduce", "quality", "gallery", "dashboard", "memory", "size")
+    ),
+]
+# These compute all the time. Everything that is in no other command is in the first of their tests.
+COMPUTING: list[Command] = [
+    ("scripts/check",),
+    (*PYTEST, *leave_out(("tests/unit", "tests/properties", "tests/integration", "tests/browser"))),
+    (*PYTEST, "tests/unit"),
+    (*PYTEST, "tests/properties"),
+    ("scripts/docs",),
+    *map(benchmark, ("plan", "families", "capture", "noise", "stages", "hub")),
+]
+NUM_LANES = 4
 # They let the others go first, who mostly wait; not by more, or a busy PC would leave them nothing at all.
-PATIENT, NICENESS = {"decides", "computes"}, 5
+NICENESS = 5
 
 
 class Lanes:
@@ -63,42 +64,53 @@ class Lanes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._left = (deque(PROGRAMS), deque(COMPUTING))
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._is_over = False
         self.failed = ""
 
-    def run(self, name: str, commands: Sequence[Command]) -> None:
-        """Run the commands of a lane until one fails."""
-        for command in commands:
+    def run(self, lane: int) -> None:
+        """Run commands until none is left or one has failed; every other lane prefers those that compute."""
+        while (command := self._take(lane % 2)) is not None:
             began_at = time.monotonic()
-            path = self._folder / f"{name}.txt"
-            if not self._start(name, command, path):
+            path = self._folder / f"{lane}.txt"
+            if not self._start(lane, command, path):
                 return
-            exit_code = self._running[name].wait()
+            _, status, used = os.wait4(self._running[lane].pid, 0)
+            exit_code = os.waitstatus_to_exitcode(status)
             words = " ".join(command).removeprefix(f"{sys.executable} -m ")
-            ended = f"{name}: {words}: exit code {exit_code} after {time.monotonic() - began_at:.0f} s"
+            ended = f"{words}: exit code {exit_code} after {time.monotonic() - began_at:.0f} s"
             with self._lock:
-                del self._running[name]
-                print(f"{path.read_text(errors='replace')}{ended}", flush=True)
+                self._running.pop(lane).returncode = exit_code
+                cpu = f"{used.ru_utime + used.ru_stime:.0f} s of a core"
+                print(f"{path.read_text(errors='replace')}{ended}, {cpu}", flush=True)
                 if exit_code and not self._is_over:
                     self.failed = ended
             if exit_code:
                 self.end()
 
-    def _start(self, name: str, command: Command, path: Path) -> bool:
+    def _take(self, kind: int) -> Command | None:
+        with self._lock:
+            left = self._left[kind] or self._left[1 - kind]
+            return left.popleft() if left else None
+
+    def _start(self, lane: int, command: Command, path: Path) -> bool:
+        # Lanes share two cores: a second thread of one would only take time from another. And a hundred
+        # programs need not compile the package again where the environment says that nobody keeps bytecode.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self._lock, path.open("wb") as file:
             if not self._is_over:
-                self._running[name] = subprocess.Popen(
+                self._running[lane] = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    # Lanes share two cores: a second thread of one would only take time from another.
-                    env={"OMP_NUM_THREADS": "1", **os.environ},
+                    env=environment,
                     start_new_session=True,  # so that what a command started ends with it
                 )
-                if name in PATIENT:
-                    os.setpriority(os.PRIO_PROCESS, self._running[name].pid, NICENESS)
+                if command in COMPUTING:
+                    os.setpriority(os.PRIO_PROCESS, self._running[lane].pid, NICENESS)
             return not self._is_over
 
     def end(self) -> None:
@@ -114,11 +126,11 @@ def main() -> int:
     # Started in the background, a program is deaf to Ctrl-C, and so are all that it starts: tests send it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(LANES)) as pool:
-        print(f"{len(LANES)} lanes; what they say so far is in {folder}", flush=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_LANES) as pool:
+        print(f"{NUM_LANES} lanes; what they say so far is in {folder}", flush=True)
         lanes = Lanes(Path(folder))
         try:
-            list(pool.map(lanes.run, LANES, LANES.values()))
+            list(pool.map(lanes.run, range(NUM_LANES)))
         finally:
             lanes.end()
     print(f"failed: {lanes.failed}" if lanes.failed else "everything passed", flush=True)

@@ -1,5 +1,7 @@
 """Rules that no other tool knows: no patches of the package, no name twice, no timeout outside config.py.
 
+Tests and benchmarks use private names of others ever less: how often they do is a number that only falls.
+
     python scripts/rules.py [ROOT]
 
 Each violation is a line with its file; the program ends with 1 if there is any.
@@ -16,6 +18,9 @@ PACKAGE = "ravnest"
 CHECKED = ("tests", "benchmarks")  # where nothing of the package may be patched
 FUNCTIONS = {"setattr", "delattr", "patch"}
 METHODS = FUNCTIONS | {"object", "multiple", "dict", "setitem", "delitem"}  # of monkeypatch and mock.patch
+MOST_PRIVATE = 76  # uses of private names of others in this repository; it falls with every one that goes
+# Private names of Python and of torch, for which there are no public ones.
+OUTSIDE = {"_exit", "_version", "_cdata", "_schema", "_buffers", "_foreach_add_", "_to_copy"}
 REPEATED = {"logger"}  # each module has its own, by convention
 SECONDS = re.compile(r"[A-Z0-9_]*_(MILLI)?SECONDS[A-Z0-9_]*|[A-Z0-9_]*MILLISECONDS[A-Z0-9_]*")
 # Numbers of an algorithm or of nature; what somebody might wait for is in config.Timeouts.
@@ -147,6 +152,35 @@ def find_timeouts(root: Path) -> Iterator[str]:
                 yield f"{file.relative_to(root)}: {name} is for config.Timeouts"
 
 
+def find_private(root: Path, most: int) -> Iterator[str]:
+    """Yield the uses of others' private names by tests and benchmarks, if they are not as many as said."""
+    files = [file for folder in CHECKED for file in sorted((root / folder).rglob("*.py"))]
+    used = [f"{file.relative_to(root)}:{line}: {name}" for file in files for line, name in _reached(file)]
+    if len(used) > most:
+        yield from used
+        yield f"{len(used)} uses of private names, {most} are allowed: use what is public"
+    elif len(used) < most:
+        yield f"{len(used)} uses of private names are left: lower MOST_PRIVATE in scripts/rules.py to it"
+
+
+def _reached(file: Path) -> Iterator[tuple[int, str]]:
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in OUTSIDE:
+            if _root(node) not in ("self", "cls") and not _is_super(node.value):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
+            yield from ((node.lineno, alias.name) for alias in node.names if _is_private(alias.name))
+
+
+def _is_super(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and _called(value.func) == "super"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 def _defined(body: list[ast.stmt]) -> Iterator[str]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -159,8 +193,10 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1]
-    found = [*find_patches(root), *find_repeated(root), *find_timeouts(root)]
+    here = Path(__file__).resolve().parents[1]
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else here
+    private = find_private(root, MOST_PRIVATE if root == here else 0)
+    found = [*find_patches(root), *find_repeated(root), *find_timeouts(root), *private]
     for line in found:
         print(line)
     return 1 if found else 0

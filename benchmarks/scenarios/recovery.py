@@ -40,10 +40,10 @@ _MODEL = "thin-128x3-b256"  # 128 KB cross a cut
 _MICROBATCH_SECONDS = 0.12
 _NUM_MICROBATCHES = 12  # in a batch: a lag of one update then keeps three stages busy
 _NUM_UPDATES = 39  # more than are seen, and so few that at most the first one is synchronous
-_WARM_UP_SECONDS = 2.0
+WARM_UP_SECONDS = 2.0
 _STATE_COPIES = 3  # of the weights in a snapshot: their own, and two of AdamW
 _LARGE_WIDTH, _LARGE_SAMPLES, _LARGE_SECONDS, _LARGE_RATE = 2048, 8, 0.5, 12.5e6
-_BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 6.0, 2.0, 8.0
+BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 6.0, 2.0, 8.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def _kill_large(state_bytes: float) -> tuple[Figures, str, list[str]]:
     speed = sum(count_flops(job.capture().blueprint, made.microbatch_size)) / _LARGE_SECONDS
     link = LinkSpeed(_LARGE_RATE, 0.005)
     setting = Setting([speed] * 3, [], is_emulated=True, link=link, memory_bytes=2e10, num_clusters=2)
-    death = _Death(0, needs_checkpoint=False, signs=(ClusterStarted,))
+    death = Death(0, needs_checkpoint=False, signs=(ClusterStarted,))
     record = train(job, setting, watch=death.watch, on_event=death.note, look=death.look)
     missing = _STATE_COPIES * sum(tensor.nbytes for tensor in made.blocks.parameters())
     after = [
@@ -108,7 +108,7 @@ def _kill_large(state_bytes: float) -> tuple[Figures, str, list[str]]:
 
 
 @dataclass
-class _Death:
+class Death:
     """Kills one peer after a while, notes what follows, and ends the job when enough was seen."""
 
     place: int
@@ -162,7 +162,7 @@ class _Death:
         is_kept = any(isinstance(news, Checkpointed) and news.num_samples for _, news in record.news)
         if not self.needs_checkpoint and self.hub is not None:  # then another cluster must have the state
             is_kept = bool(times) and all(each.is_running for each in self.hub.clusters)
-        if self.hub is None or not is_kept or now < times[0][0] + _BEFORE_SECONDS:
+        if self.hub is None or not is_kept or now < times[0][0] + BEFORE_SECONDS:
             return
         cluster, books = self.hub.clusters[0], self.hub.ledger
         assert books is not None
@@ -179,13 +179,13 @@ class _Death:
 
 
 def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
-    death = _Death(place)
-    job, setting = _emulate(num_clusters, num_spares)
+    death = Death(place)
+    job, setting = emulate(num_clusters, num_spares)
     record = train(job, setting, watch=death.watch, on_event=death.note, look=death.look)
     return _read(death, record)
 
 
-def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
+def emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
     """Return a job that is longer than what is measured, and devices that take as long for a stage each."""
     from ravnest.model.blueprint.slicing import slice_blueprint
     from ravnest.model.stage.profile import count_flops, measure
@@ -201,23 +201,23 @@ def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
     return job, Setting(speeds, cuts, is_emulated=True, num_clusters=num_clusters)
 
 
-def _read(death: _Death, record: Record) -> Figures:
+def _read(death: Death, record: Record) -> Figures:
     after = [(at, news) for at, news in record.news if at > death.killed_at]
     noticed = min(at for at, news in after if isinstance(news, Missing | Left) and news.node == death.victim)
     broken = [news for _, news in after if isinstance(news, ClusterBroken)]
     since, until = death.resumed_at + _SETTLE_SECONDS, death.ended_at
-    before = (record.leaf_times[0][0] + _WARM_UP_SECONDS, death.killed_at)
+    before = (record.leaf_times[0][0] + WARM_UP_SECONDS, death.killed_at)
     return {
         "detected_seconds": _short(noticed - death.killed_at),
         "resumed_seconds": _short(death.resumed_at - death.killed_at),
-        "before_share": _short(_rate(record, *before) / record.formed.samples_per_second),
-        "rate_share": _short(_rate(record, since, until) / death.predicted),
+        "before_share": _short(measure_rate(record, *before) / record.formed.samples_per_second),
+        "rate_share": _short(measure_rate(record, since, until) / death.predicted),
         "again": sum(news.num_given_back for news in broken if death.victim in news.reason),
         "in_flight": death.in_flight,
     }
 
 
-def _rate(record: Record, since: float, until: float) -> float:
+def measure_rate(record: Record, since: float, until: float) -> float:
     return sum(size for at, size in record.leaf_times if since < at <= until) / (until - since)
 
 
@@ -252,8 +252,8 @@ def _report(found: dict[str, list[Figures]]) -> str:
         rows.append([name, *ranges, ", ".join(f"{turn['again']} / {turn['in_flight']}" for turn in turns)])
     return _METHOD.format(
         microbatch=1000 * _MICROBATCH_SECONDS,
-        before=_BEFORE_SECONDS,
-        warm_up=_WARM_UP_SECONDS,
+        before=BEFORE_SECONDS,
+        warm_up=WARM_UP_SECONDS,
         measured=_MEASURED_SECONDS,
         settle=_SETTLE_SECONDS,
         turns=TURNS,

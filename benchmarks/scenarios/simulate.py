@@ -31,7 +31,7 @@ _KILLED = HubSpeeds(link_lost_seconds=0.1)  # the system closes the links of a p
 class Seen:
     """What the hub of the real run was told and asked for."""
 
-    death: recovery._Death
+    death: recovery.Death
     job: JobGiven | None = None
     asked: MakePlan | None = None
     made: PlanMade | None = None
@@ -68,8 +68,8 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 
 
 def _compare(num_clusters: int, num_spares: int) -> Figures:
-    seen = Seen(recovery._Death(1))
-    job, setting = recovery._emulate(num_clusters, num_spares)
+    seen = Seen(recovery.Death(1))
+    job, setting = recovery.emulate(num_clusters, num_spares)
     record = train(job, setting, watch=seen.death.watch, on_event=seen.note, look=seen.death.look)
     measured = _read(seen.death, record)
     simulated = simulate_again(seen, NodeId(seen.death.victim))
@@ -84,8 +84,8 @@ def _compare(num_clusters: int, num_spares: int) -> Figures:
 
 
 def _read(death: Any, record: Record) -> tuple[float, float]:
-    since = record.leaf_times[0][0] + recovery._WARM_UP_SECONDS
-    rate = recovery._rate(record, since, death.killed_at)
+    since = record.leaf_times[0][0] + recovery.WARM_UP_SECONDS
+    rate = recovery.measure_rate(record, since, death.killed_at)
     return round(rate, 3), round(death.resumed_at - death.killed_at, 3)
 
 
@@ -104,7 +104,7 @@ def simulate_again(seen: Seen, victim: NodeId) -> tuple[float, float]:
     while not world.leaf_times and world.timeline.now < _LONGEST_SECONDS:
         world.run(world.timeline.now + 0.1)
     first = world.leaf_times[0][0]
-    since, killed_at = first + recovery._WARM_UP_SECONDS, first + recovery._BEFORE_SECONDS
+    since, killed_at = first + recovery.WARM_UP_SECONDS, first + recovery.BEFORE_SECONDS
     world.run(killed_at)
     world.kill(victim)
     world.run(killed_at + _LONGEST_SECONDS)

@@ -59,7 +59,7 @@ def _also(make):
 
 def claim_at_once(world):
     """Report every microbatch of a lease as soon as it is granted, and the lease as done."""
-    work = world._work
+    work = world.work
 
     def workclaim_at_once(order, grant):
         if order.pipeline != (LIAR,) or grant.is_evaluation:
@@ -74,12 +74,12 @@ def claim_at_once(world):
         done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
         world.say(LIAR, done, seconds=0.02)
 
-    world._work = workclaim_at_once
+    world.work = workclaim_at_once
 
 
 def _done_only(world):
     """Say that leases are done, and report nothing."""
-    work = world._work
+    work = world.work
 
     def work_not(order, grant):
         if order.pipeline != (LIAR,) or grant.is_evaluation:
@@ -88,13 +88,13 @@ def _done_only(world):
             done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
             world.say(LIAR, done, seconds=0.02)
 
-    world._work = work_not
+    world.work = work_not
 
 
 def _lazy(world):
     """Take leases and do nothing; answer all else."""
-    work = world._work
-    world._work = lambda order, grant: None if order.pipeline == (LIAR,) else work(order, grant)
+    work = world.work
+    world.work = lambda order, grant: None if order.pipeline == (LIAR,) else work(order, grant)
 
 
 def _sketches(values):
@@ -121,7 +121,7 @@ def _evaluates(loss):
             is_evaluation = isinstance(message, StepReport) and message.microbatch in evaluated
             return [replace(message, loss=loss)] if is_evaluation else [message]
 
-        work, evaluated = world._work, set()
+        work, evaluated = world.work, set()
 
         def note(order, grant):
             if grant.is_evaluation:
@@ -130,7 +130,7 @@ def _evaluates(loss):
                 )
             work(order, grant)
 
-        world._work, world.lie = note, lie
+        world.work, world.lie = note, lie
 
     return tell
 

@@ -3,6 +3,7 @@
 With RAVNEST_SCREENSHOTS=docs the pictures of the documentation are made anew.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -16,9 +17,11 @@ from playwright.sync_api import expect
 
 import ravnest as rv
 from ravnest.requester.local_peers import Hardware
-from tests.support.faults import FLOPS_PER_SECOND, MEMORY_BYTES, PLAN, make_job
+from tests.support.faults import MEMORY_BYTES, PLAN, make_job
+from tests.support.forked import fork
 
 NUM_PEERS, NUM_CLUSTERS = 7, 2  # of two or three stages each, and at least one spare
+FLOPS_PER_SECOND = 5e7  # what is looked at need not be fast: this lets other tests compute
 SHOTS = os.environ.get("RAVNEST_SCREENSHOTS")
 
 
@@ -57,8 +60,10 @@ def accuracy(out, batch):
 
 @pytest.fixture(scope="module")
 def swarm(chromium):
-    with Swarm() as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", fork)
+        with Swarm() as found:
+            yield found
 
 
 def take_picture(page, name: str, tmp_path: Path, epoch: int = 0) -> None:
@@ -140,13 +145,14 @@ def test_a_kill_is_seen_as_a_death_and_a_recovery_and_a_reload_loses_nothing(swa
     others = watched.open(swarm.link.split("?")[0])  # a second page, by the cookie alone
     wait_for_training(others)
     swarm.kill(victim)
+    # On a busy PC it may have been missing before.
     expect(page.locator(f"a.stage[data-node='{victim}'].is-missing")).to_be_visible()
     take_picture(page, "death", tmp_path)
-    expect(page.locator(".side .tone-bad", has_text=f"{victim} left")).to_be_visible()
-    expect(page.locator(".side .tone-good", has_text="trains again")).to_be_visible()
+    expect(page.locator(".side .tone-bad", has_text=f"{victim} left").first).to_be_visible()
+    expect(page.locator(".side .tone-good", has_text="trains again").first).to_be_visible()
     wait_for_training(page)
     expect(page.locator(f"a.stage[data-node='{victim}']")).to_have_count(0)
-    expect(page.locator(".chip.is-gone strong", has_text=victim)).to_be_visible()
+    expect(page.locator(".chip.is-gone strong", has_text=victim).first).to_be_visible()
     expect(others.locator(f"a.stage[data-node='{victim}']")).to_have_count(0)
 
     page.get_by_role("link", name="Events").click()
@@ -159,9 +165,9 @@ def test_a_kill_is_seen_as_a_death_and_a_recovery_and_a_reload_loses_nothing(swa
     page.reload()
     assert count_events(page) >= num_events
     page.get_by_label("Search in events").fill(victim)
-    page.locator(".timeline li", has_text=f"{victim} left").get_by_role("link", name=victim).click()
+    page.locator(".timeline li", has_text=f"{victim} left").get_by_role("link", name=victim).first.click()
     expect(page.locator(".node-head .pill")).to_have_text("gone")
-    expect(page.locator(".timeline li", has_text=f"{victim} joined")).to_be_visible()
+    expect(page.locator(".timeline li", has_text=f"{victim} joined").first).to_be_visible()
 
 
 def test_a_node_has_a_page_of_its_own(swarm, watched, tmp_path):
@@ -170,7 +176,7 @@ def test_a_node_has_a_page_of_its_own(swarm, watched, tmp_path):
     page.get_by_role("link", name="Nodes").click()
     row = page.locator("tbody tr", has_text="hosting").first
     name = row.locator("a").text_content()
-    expect(row).to_contain_text("150 MFLOP/s")
+    expect(row).to_contain_text("50.0 MFLOP/s")
     row.locator("a").click()
     expect(page.locator(".node-head h1")).to_have_text(name)
     expect(page.locator(".facts-list")).to_contain_text(["memory lent", "memory planned"])

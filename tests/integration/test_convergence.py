@@ -1,32 +1,22 @@
 """Four stages that never wait for each other reach the loss of synchronous training at equal samples."""
 
-import asyncio
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ravnest as rv
-from ravnest.cli.demo_jobs import train_plain_loop
 from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine.recipe import make_settings
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.hub.coordinator.notices import Notice, PlanFormed
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.stage.profile import find_matrices
 from ravnest.protocol.training import LearningRate, Pace, StepReport
-from ravnest.requester.local_peers import Hardware
 from ravnest.requester.lr_schedules import cosine, factors
-from ravnest.requester.session import local
 from ravnest.transfer.outbox import Outgoing
-from tests.support.forked import fork
 from tests.support.model_zoo import Block, token_loss
-from tests.support.small_swarm import PLAN
 from tests.support.worker_world import ClusterWorld
 
 NUM_STAGES = 4
@@ -133,37 +123,3 @@ def test_stages_that_run_ahead_reach_the_synchronous_loss_within_one_percent() -
     assert synchronous < 2.1  # it has learned: one byte after another alone is worth 2.5
     # Measured 1.0060; with the prediction reversed 1.0101, which this bound only just tells apart.
     assert asynchronous <= 1.01 * synchronous
-
-
-@pytest.mark.timeout(900)
-def test_four_processes_reach_the_loss_of_one_within_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork)
-    batches = draw_batches(NUM_UPDATES, BATCH_SIZE, is_held_out=False)
-    torch.manual_seed(0)
-    job = rv.Job(
-        ByteGpt(),
-        join(batches),
-        batch_size=BATCH_SIZE,
-        microbatches=MICROBATCHES,
-        val_data=join(draw_batches(8, 128, is_held_out=True)),
-        loss=lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["y"].flatten()),
-        learning_rate=8e-3,
-    )
-    told: list[Notice] = []
-    with local(
-        [Hardware(6.5e6, 1e9)] * NUM_STAGES, plan=replace(PLAN, clusters=1), tell=told.append
-    ) as swarm:
-        result = swarm.fit(job)
-    (cluster,) = next(news.plan.clusters for news in told if isinstance(news, PlanFormed))
-    assert len(cluster.stages) == NUM_STAGES
-    alone = train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]
-    assert alone < 2.2
-    # Measured 0.998 to 1.001: what is late depends on the machine.
-    assert result.metrics["val_loss"] <= 1.01 * alone
-
-
-def join(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        "x": torch.cat([batch["ids"] for batch in batches]),
-        "y": torch.cat([batch["y"] for batch in batches]),
-    }

@@ -21,7 +21,10 @@ from ravnest.requester.dataset import Samples
 
 
 class Images(Dataset):
-    """Rows that are made when they are asked for; `fault` says what happens at sample 13 in a reader."""
+    """Rows that are made when they are asked for; `fault` says what happens at sample 13 in a reader.
+
+    With one, sample 14 is unlike the others.
+    """
 
     def __init__(self, fault=""):
         self.fault = fault
@@ -30,12 +33,13 @@ class Images(Dataset):
         return 20
 
     def __getitem__(self, index):
-        fault = self.fault if index == 13 and multiprocessing.parent_process() is not None else ""
+        in_reader = self.fault if multiprocessing.parent_process() is not None else ""
+        fault = in_reader if index == 13 else ""
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises":
             raise ValueError("a broken image")
-        size = 5 if fault == "differs" else 4
+        size = 5 if in_reader and index == 14 else 4
         return torch.full((size, 2), index, dtype=torch.uint8), {"a": index}["a"]
 
 
@@ -60,7 +64,7 @@ def note_number(number):
 
 class Numbered(Images):
     def __getitem__(self, index):
-        return {"x": torch.tensor([index]), "reader": int(os.environ["READER"])}
+        return torch.tensor([index]), int(os.environ["READER"])
 
 
 @pytest.fixture
@@ -108,11 +112,12 @@ def test_what_is_drawn_belongs_together_and_differs_between_readers(reading):
 
 
 def test_a_loader_brings_its_workers_its_collate_fn_and_what_begins_them(reading):
-    read = reading(DataLoader(Images(), batch_size=4, num_workers=1, collate_fn=pair))
-    assert next(read.batches([(9, 4)]))["y"].tolist() == [9, 4]
-    begun = reading(DataLoader(Numbered(), batch_size=4, num_workers=1, worker_init_fn=note_number))
+    loader = DataLoader(Numbered(), batch_size=4, num_workers=1, collate_fn=pair, worker_init_fn=note_number)
+    read = reading(loader)
     os.environ["READER"] = "7"  # of this process, which reads the first batch
-    assert next(begun.batches([(9, 4)]))["reader"].tolist() == [0, 0]
+    found = next(read.batches([(9, 4)]))
+    assert found["x"].tolist() == [[9], [4]]
+    assert found["y"].tolist() == [0, 0], "the reader's own number"
 
 
 def refused(samples, groups):
@@ -133,7 +138,7 @@ def test_what_the_dataset_raises_is_told_with_its_line(reading):
     assert "test_readers.py" in told
     assert "ValueError: a broken image" in told
     assert next(read.batches([(1, 2)]))["y"].tolist() == [1, 2]  # it reads on
-    assert "uint8 (5, 2) in sample 13" in refused(reading(Images("differs"), num_readers=1), [(13,)])
+    assert "uint8 (5, 2) in sample 14" in refused(read, [(14,)])
 
 
 def test_data_that_cannot_be_given_away_is_refused_or_read_here(reading, caplog):

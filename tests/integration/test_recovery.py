@@ -1,4 +1,7 @@
-"""Real peers die, freeze and leave at named moments; the run finishes, and each sample is counted once."""
+"""Real peers die, freeze and leave at named moments; the run finishes, and each sample is counted once.
+
+Deaths at every step of a round and while state is fetched are tried on virtual time: tests/system.
+"""
 
 import signal
 import sys
@@ -10,7 +13,7 @@ import psutil
 import pytest
 
 from ravnest.config import HubTimeouts, Timeouts
-from ravnest.hub.coordinator.events import Collect, Received, Send
+from ravnest.hub.coordinator.events import Received, Send
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -25,7 +28,7 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     WorkLost,
 )
-from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
+from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.training import StepReport
 from ravnest.requester.result import Result
@@ -189,27 +192,6 @@ def test_root_and_leaf_of_two_clusters_die_at_once_and_a_third_builds_its_stage(
     )
     finish(story, tmp_path, undisturbed)
     check_left(story, len(story.faults))
-
-
-def test_deaths_in_a_round_at_a_vote_and_while_a_checkpoint_is_fetched(
-    tmp_path: Path, undisturbed: float
-) -> None:
-    def is_vote(thing: Any) -> bool:
-        return isinstance(thing, Received) and isinstance(thing.message, RoundReady)
-
-    story = Story(
-        [
-            Step(has_begun, nothing),
-            Step(is_sent(RoundOpen), kill(-1)),
-            Step(is_whole, nothing),
-            Step(is_vote, kill(0)),
-            Step(is_whole, nothing),
-            Step(is_news(Collect), kill(1)),
-            Step(is_whole, nothing),
-        ]
-    )
-    finish(story, tmp_path, undisturbed)
-    check_left(story, 3)
 
 
 def test_who_leaves_politely_loses_nothing_and_who_thaws_joins_anew(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import pick
 from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
@@ -35,7 +36,7 @@ def far_away(name, memory_mb):
 moments = st.floats(0.0, 60.0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=pick(10, 200))
 @given(
     seed=st.integers(0, 2**31),
     averaging=st.sampled_from([Averaging.BLOCKING, Averaging.BLOCKING, Averaging.OVERLAPPED]),

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import pick
 from support.hub_world import HubWorld, Trouble, check_replay, freeze, job
 from support.plan_world import check_laws, configs, profiles, swarms
 
@@ -88,7 +89,7 @@ def run_history(
     return world.run()
 
 
-@settings(max_examples=80)
+@settings(max_examples=pick(40, 400))
 @given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings, hangs)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
     given_job, trouble, joined, died, returned, departed, restarted, slowed, hung
@@ -102,9 +103,10 @@ def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_book
     assert intervals[0][0] == 0
     assert intervals[-1][1] == 6
     assert world.open_round is None
+    check_replay(world)  # the log gives the same orders and the same state
 
 
-@settings(max_examples=60)
+@settings(max_examples=pick(30, 300))
 @given(jobs, troubles, joins, deaths, returns, st.floats(0.0, LATE), restarts)
 def test_a_stopped_job_is_kept_if_somebody_can_and_leases_nothing_more(
     given_job, trouble, joined, died, returned, stopped, restarted
@@ -130,7 +132,7 @@ plain_jobs = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=pick(30, 300))
 @given(plain_jobs, st.sampled_from(["a", "abc", "abcde"]), deaths)
 def test_every_update_is_of_one_batch(given_job, names, died):
     world = HubWorld(given_job)
@@ -153,7 +155,7 @@ def test_every_update_is_of_one_batch(given_job, names, died):
         assert all(stage.window - 1 <= formed.microbatches * config.max_lag for stage in cluster.stages)
 
 
-@settings(max_examples=40)
+@settings(max_examples=pick(20, 200))
 @given(profiles(), swarms(most=6), configs, st.integers(1, 64), st.sampled_from([0, 0, 1, 3, 200]))
 def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, asked):
     given_job = job(batch_size=batch_size, microbatches=asked)
@@ -169,15 +171,7 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
     check_laws(formed.plan, cut_profile, swarm, config)
 
 
-@settings(max_examples=40)
-@given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings)
-def test_replaying_the_log_gives_the_same_orders_and_the_same_state(
-    given_job, trouble, joined, died, returned, departed, restarted, slowed
-):
-    check_replay(run_history(given_job, trouble, joined, died, returned, None, departed, restarted, slowed))
-
-
-@settings(max_examples=60)
+@settings(max_examples=pick(30, 300))
 @given(troubles, deaths, st.floats(0.0, 30.0))
 def test_a_restart_in_the_middle_changes_nothing(trouble, died, moment):
     world = HubWorld(job(), trouble)
@@ -191,7 +185,7 @@ def test_a_restart_in_the_middle_changes_nothing(trouble, died, moment):
     assert [news.round_id for news in ends] == list(range(1, len(ends) + 1))
 
 
-@settings(max_examples=30)
+@settings(max_examples=pick(15, 150))
 @given(troubles, deaths, st.floats(0.0, 30.0), st.sampled_from([None, 20.0]))
 def test_a_hub_replayed_from_its_folder_goes_on_alike(trouble, died, moment, stopped):
     world = HubWorld(job(batch_size=16), trouble)

@@ -107,9 +107,9 @@ class TapedWorld(HubWorld):
         self.hub = TapedHub(self._tape, self.given, self.timeouts)
         self.monitored = TapedDriver(self._tape, MonitoredCoordinator(self.hub, watch=self.note))
 
-    def _deliver(self, peer: Any, message: Any) -> None:
+    def deliver(self, peer: Any, message: Any) -> None:
         if not (isinstance(message, SnapshotOrder) and peer.node.name in self.hesitant):
-            super()._deliver(peer, message)
+            super().deliver(peer, message)
 
 
 def record(codec: Codec, seed: int) -> tuple[str, list[str]]:

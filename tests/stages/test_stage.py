@@ -207,8 +207,8 @@ def test_each_gradient_is_that_of_the_weights_its_forward_saw(name, accumulate, 
         waiting[place].clear()
 
     traffic.before_forward, traffic.before_update = look, take
-    backward = traffic._backward
-    traffic._backward = lambda place, batch, values: (
+    backward = traffic.go_back
+    traffic.go_back = lambda place, batch, values: (
         waiting[place].append(batch),
         backward(place, batch, values),
     )

@@ -178,7 +178,7 @@ class HubWorld:
         self.bases = {}  # of nodes: the round whose average they have
         self.with_rings = {}
         self.has_wrong = False  # somebody in the open round
-        self.vote = self._vote  # a test may say otherwise: (seconds, message), or None
+        self.vote = self.usual_vote  # a test may say otherwise: (seconds, message), or None
         self.loss = lambda batch: float(min(batch, 100))  # a test may say otherwise
         self.is_collecting = True  # a test may say Collected itself
         self.muted = set()
@@ -369,7 +369,7 @@ class HubWorld:
                 self._check_sent(order)
                 peer = self.peers[order.to]
                 peer.heard_at = max(peer.heard_at, self.now + self._delay())  # a link keeps the order
-                self.at(peer.heard_at, self._in_session(), self._deliver, peer, order.message)
+                self.at(peer.heard_at, self._in_session(), self.deliver, peer, order.message)
             case MakePlan():
                 made = lambda: self.feed(self.planner.make_plan(self.given, order, self.now))  # noqa: E731
                 self.after(self._delay(), self._in_session(), made)
@@ -589,7 +589,7 @@ class HubWorld:
         if self.peers[name] is peer:  # another with its name has another key
             self.feed(Received(name, message, self.now))
 
-    def _deliver(self, peer, message):  # noqa: C901, PLR0912 - one short case for each
+    def deliver(self, peer, message):  # noqa: C901, PLR0912 - one short case for each
         name = peer.node.name
         if not peer.is_alive or self.peers[name] is not peer:
             return
@@ -622,7 +622,7 @@ class HubWorld:
             case LeaseGrant() if message.recheck is not None:
                 self._recheck(name, message)
             case LeaseGrant():
-                self._work(peer.order, message)
+                self.work(peer.order, message)
             case RoundOpen():
                 peer.blocked_by = message.round_id if message.is_blocking else None
                 self._answer_round(name, message)
@@ -683,7 +683,7 @@ class HubWorld:
         if said is not None:
             self.say(name, said[1], seconds=said[0])
 
-    def _vote(self, name, opened):
+    def usual_vote(self, name, opened):
         if self._happens(self.trouble.silent):
             return None
         if self._happens(self.trouble.gives_up):
@@ -724,7 +724,7 @@ class HubWorld:
         """What a peer says of the loss of another's microbatch; a test may say otherwise."""
         return self.loss(microbatch)
 
-    def _work(self, order, grant):
+    def work(self, order, grant):
         """Train or evaluate batch after batch, as long as all nodes of the cluster live."""
         pipeline, accumulate = order.pipeline, order.accumulate
         num_trained, leaf, root = 0, self.peers[pipeline[-1]], self.peers[pipeline[0]]

@@ -155,7 +155,7 @@ class Traffic:
             self._forward(place, batch, values, fields)
         else:
             self.lags[place].append(task.lag)
-            self._backward(place, batch, values)
+            self.go_back(place, batch, values)
             if task.is_update:
                 self.before_update(place, batch, stage)
                 updated = stage.update(rate(stage.version))
@@ -174,7 +174,7 @@ class Traffic:
             self.losses[batch] = passed.results["loss"].item()
             self._arrive(place, Work.BACKWARD, batch, {})
 
-    def _backward(self, place: int, batch: int, values: dict[int, Tensor]) -> None:
+    def go_back(self, place: int, batch: int, values: dict[int, Tensor]) -> None:
         stage = self.line.stages[place]
         gradients = stage.backward_inputs(batch, values)
         if isinstance(gradients, dict):

@@ -1,5 +1,9 @@
 """Checkpoints of a small made-up training: two stages that share a weight, and books that balance."""
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
 import msgspec
 import numpy as np
 from safetensors.numpy import save
@@ -45,3 +49,9 @@ def check_content(found: Checkpoint | None, number: int) -> None:
         "bias": ("float32", (2,), np.full(2, number, np.float32).tobytes()),
         "seen": ("int64", (), np.int64(number).tobytes()),
     }
+
+
+def write_beside(folder: Path, kind: str, body: bytes) -> None:
+    """Write an event into the log of a hub as another program would, while the hub has it open."""
+    with closing(sqlite3.connect(folder / "hub.sqlite", isolation_level=None)) as database:
+        database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (kind, body))

@@ -56,7 +56,7 @@ class Terminal:
         self.said = ""
         self._num_sent = 0
         self._desk = desk  # all that are open
-        self._news = desk[0]._news if desk else threading.Condition()
+        self.news = desk[0].news if desk else threading.Condition()
         desk.append(self)
         self._shell = subprocess.Popen(
             [*prefix, "bash", "-e"],
@@ -75,12 +75,12 @@ class Terminal:
     def _read(self) -> None:
         assert self._shell.stdout is not None
         for line in self._shell.stdout:
-            with self._news:
+            with self.news:
                 self.said += line
-                self._news.notify_all()
-        with self._news:
+                self.news.notify_all()
+        with self.news:
             self._has_ended = True
-            self._news.notify_all()
+            self.news.notify_all()
 
     @property
     def has_failed(self) -> bool:
@@ -105,8 +105,8 @@ class Terminal:
         return _INVITATION.findall(self.said)[-1]
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        with self._news:
-            self._news.wait_for(
+        with self.news:
+            self.news.wait_for(
                 lambda: is_there() or any(each.has_failed for each in self._desk), MOST_SECONDS
             )
         failed = next((each for each in self._desk if each.has_failed), None)

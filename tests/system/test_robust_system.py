@@ -24,6 +24,7 @@ from ravnest.protocol.averaging import (
     RoundReady,
 )
 from ravnest.protocol.messages import Message
+from tests.support.effort import IS_THOROUGH
 from tests.support.system_world import PLAN, Ended, Pc, World, make_job
 
 FP32 = {"activations": WireFormat.FP32, "gradients": WireFormat.FP32}
@@ -131,10 +132,16 @@ STEPS = {
     "before it hears of the commit": (partial(is_kind, RoundCommit), True),
 }
 FIRST = 2
+# Each step has one kind of death, in turn; `make fuzz` tries both.
+DEATHS = [
+    pytest.param(step, is_silent, id=f"{step}, {'power cut' if is_silent else 'kill'}")
+    for number, step in enumerate(STEPS)
+    for is_silent in (False, True)
+    if is_silent == bool(number % 2) or IS_THOROUGH
+]
 
 
-@pytest.mark.parametrize("is_silent", [False, True], ids=["kill", "power cut"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "is_silent"), DEATHS)
 def test_a_member_that_dies_at_any_step_costs_its_cluster_and_the_others_go_on(
     step: str, is_silent: bool
 ) -> None:

@@ -48,6 +48,7 @@ from ravnest.protocol.membership import Fact
 from ravnest.protocol.placement import SnapshotOrder
 from ravnest.protocol.training import Activation, LeaseGrant
 from ravnest.requester.checkpoint_store import Checkpoints
+from tests.support.effort import pick
 from tests.support.system_world import (
     GOLDEN,
     NUM_VALIDATION,
@@ -195,7 +196,7 @@ def _is(item: ToCompute, kind: type, **facts: object) -> bool:
     return all(getattr(item.message, name) == value for name, value in facts.items())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(1, pick(3, 10)))
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_peer_that_dies_costs_its_cluster_not_the_job(moment: str, seed: int) -> None:
     is_silent = seed % 2 == 0
@@ -502,7 +503,7 @@ def random_deeds(world: World, random: Random) -> None:
         loop.call_later(random.uniform(0.0, random.choice((1, 3, 15))), act, deed)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(pick(10, 100)))
 def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int) -> None:
     random = Random(seed)
     job = make_job("tiny", num_samples=192, epochs=2, average_every=2)

@@ -54,8 +54,8 @@ class Visit:
         self.reasons: list[str] = []
 
     async def run(self) -> str:
-        self._ended = asyncio.get_running_loop().create_future()
-        return await self._ended
+        self.ended = asyncio.get_running_loop().create_future()
+        return await self.ended
 
     def leave(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -63,8 +63,8 @@ class Visit:
         asyncio.get_running_loop().call_later(5.0, self.end, reason)  # to hand over takes a while
 
     def end(self, reason: str) -> None:
-        if not self._ended.done():
-            self._ended.set_result(reason)
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
 
 @dataclass
@@ -267,7 +267,7 @@ def test_memory_that_is_freed_while_it_leaves_was_still_too_much() -> None:
 
 def test_what_ends_the_agent_ends_the_command() -> None:
     scene = Scene()
-    scene.at(10.0, lambda: scene.visits[0]._ended.set_exception(LinkError("the hub cannot be reached")))
+    scene.at(10.0, lambda: scene.visits[0].ended.set_exception(LinkError("the hub cannot be reached")))
     with pytest.raises(LinkError):
         scene.run()
     assert not find_running()

@@ -48,14 +48,14 @@ def test_no_checkpoint_is_kept_before_there_is_an_average():
 
 def test_a_checkpoint_whose_average_has_moved_on_is_not_kept_and_nobody_is_blamed():
     world = AttackWorld(0)
-    deliver = world._deliver
+    deliver = world.deliver
 
     def deliver_late(peer, message):
         if type(message).__name__ == "SnapshotOrder" and not message.is_final:
             message = type(message)(message.build_id, message.number, message.is_final, 1)
         deliver(peer, message)
 
-    world._deliver = deliver_late
+    world.deliver = deliver_late
     world.run()
     assert any("the next average came" in news.reason for news in world.told(NotCheckpointed))
     assert outcome_of(world).evicted == ()

@@ -94,7 +94,7 @@ def test_who_held_up_a_round_is_left_out_of_the_next_try_at_once_and_asked_again
     run_rounds(world, 1)
     aborted_at = world.now
     run_rounds(world, 2)
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     run_rounds(world, 3)
     assert attending(world, 3) == ["abc", "ac", "abc"]
     assert outcomes(world) == [False, True, True]
@@ -161,7 +161,7 @@ def test_late_again_and_again_it_is_left_out_for_longer_but_never_for_good():
     assert absences[:6] == [1, 2, 4, 8, 8, 8]
     assert [number for _, number in blamed(world)] == [1, 2, 4, 8, 8, 8][: len(blamed(world))]
     assert all(each is not is_asked for each, is_asked in zip(outcomes(world), asked, strict=False))
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     num_before = len(attending(world))
     world.run_until(lambda: any("b" in names for names in attending(world)[num_before:]))
     assert len(attending(world)) <= num_before + 9
@@ -319,7 +319,7 @@ def test_a_deadline_grows_when_nobody_keeps_it_and_only_so_far():
     run_rounds(world, 5)
     seconds = [order.deadline_seconds for order, _ in opened(world)][:5]
     assert seconds == pytest.approx([seconds[0] * each for each in (1, 2, 4, 4, 4)])
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     run_rounds(world, 7)
     assert opened(world)[-1][0].deadline_seconds == pytest.approx(seconds[0], rel=0.5)
 
@@ -365,7 +365,7 @@ def test_changes_are_since_the_newest_average_that_somebody_has():
     script(world, late("c"))
     run_rounds(world, 3)
     assert attending(world, 3) == ["abc", "abc", "ab"]
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     run_rounds(world, 4)
     assert [order.anchor_round for order, _ in opened(world)][:4] == [0, 1, 1, 3]
     world.kill("a")  # with an average that b and c have too
@@ -381,7 +381,7 @@ def test_an_average_that_died_with_who_had_it_is_no_base():
     run_rounds(world, 4)  # of all, without c, without d
     assert attending(world, 4) == ["abcd", "abcd", "abd", "ab"]
     assert outcomes(world) == [True, False, False, True]
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     world.kill("a")
     world.kill("b")
     world.run_until(lambda: attending(world)[-1] == "cd")
@@ -415,7 +415,7 @@ def test_at_the_end_all_are_asked_once_more_however_late_they_were():
     world = clusters_of(3)
     script(world, late("b"))
     world.run_until(lambda: ("B", 4) in blamed(world))
-    script(world, world.__class__._vote)
+    script(world, world.__class__.usual_vote)
     world.stop()
     world.run_until(lambda: opened(world)[-1][0].is_final)
     assert attending(world)[-2:] == ["ac", "abc"]

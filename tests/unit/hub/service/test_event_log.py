@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from replay.neutral import find_records
 from support.hub_world import HubWorld, Trouble, blob, freeze, job
+from support.saved_run import write_beside
 
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -130,7 +131,7 @@ def test_a_message_is_logged_as_it_travelled():
 def test_a_damaged_event_is_named(tmp_path, kind, body):
     with EventLog(tmp_path) as store:
         store.append(Tick(1.0))
-        store._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (kind, body))
+        write_beside(tmp_path, kind, body)
         with pytest.raises(ConfigError, match="event 2 of its log is damaged"):
             list(store.events())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.hub_world import job
+from support.saved_run import write_beside
 from support.watched_world import AT_WORK, WatchedWorld
 
 from ravnest.config import TIMEOUTS
@@ -258,7 +259,7 @@ def test_a_log_that_grows_is_read_on_and_a_damaged_one_is_told(tmp_path):
         assert first.run.is_live
         assert second is not None
         assert second.run.now >= first.run.now
-        store._database.execute("INSERT INTO events (kind, body) VALUES ('Nonsense', x'00')")
+        write_beside(tmp_path, "Nonsense", b"\x00")
         third = follower.read(False)
     assert third.news[-1].kind == "Damaged"
     assert "damaged" in third.news[-1].text
