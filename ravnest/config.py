@@ -178,6 +178,12 @@ class Mean(StrEnum):
     ROBUST = "robust"  # from three on: no single cluster moves it further than the others differ
     PLAIN = "plain"  # every cluster counts by its samples, whatever it brings
 
+    def is_robust(self, num_running: int, num_present: int) -> bool:
+        """Return whether a round of so many clusters, of those that run, is robust."""
+        if self is Mean.PLAIN or num_present < 3:
+            return False
+        return self is Mean.ROBUST or num_running >= 4
+
 
 class Favour(StrEnum):
     """What a plan with more clusters may cost."""
@@ -211,6 +217,7 @@ class PlanConfig:
     deltas: WireFormat = WireFormat.INT4
     exact_gradients: WireFormat = WireFormat.FP32  # in gradient rounds: fp32 or bf16
     averaging: Averaging = Averaging.AUTO
+    mean: Mean = Mean.AUTO  # of a round; a job may say which
     clusters: int = 0  # at most so many, whatever that costs in quality; 0: as many as pay
     favour: Favour = Favour.QUALITY
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
@@ -304,6 +311,7 @@ class HubTimeouts:
     round_verdict_seconds: float = 5.0  # after the first abort, the others have this long to report
     backup_every_seconds: float = 30.0  # spares get new backups at this interval, at most
     snapshot_seconds: float = 120.0  # the nodes of a cluster write a checkpoint within this time
+    check_seconds: float = 30.0  # a round waits so long for losses that others find again; 0: nobody does
     sketch_seconds: float = 30.0  # other clusters say within this time which weights they have
     # The end of a job.
     stop_seconds: float = 30.0  # a stopped job finishes what is under way within this time

@@ -291,7 +291,8 @@ class Averager:
         for segment, state in self.segments.items():
             owners = tuple(x for x in _present(self._rings[segment], order) if x in weights)
             size = choose_chunk_size(state.edges[-1], len(owners), order.least_chunk)
-            shared[segment] = SharedSegment(segment, state, owners, weights, size, frozenset(order.resting))
+            apart = (frozenset(order.resting), frozenset(order.hidden))
+            shared[segment] = SharedSegment(segment, state, owners, weights, size, *apart)
         return DirectRound(order.round_id, self._position.node, shared, self._due)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -326,8 +327,10 @@ class Averager:
 
     def receive_part(self, part: _Part, buffer: Buffer, sender: NodeId) -> list[Outgoing] | Refusal:
         """Queue a chunk of the open round, or of a later one whose order has not come yet."""
-        if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
-            raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
+        shape = part.value.shape  # of some numbers, or of rows of them with a weight at the end of each
+        is_row = len(shape) in (1, 2) and shape[0] >= 1 and shape[-1] >= len(shape)
+        if part.value.dtype != "float32" or not is_row:
+            raise ProtocolError(f"a part of a round that is {part.value.dtype} {shape}")
         if part.round_id > self._round_id:  # a neighbour was told of the round first
             num_early = sum(prod(each.value.shape) for each, _, _ in self._early)
             if num_early + prod(part.value.shape) > self._most_early:

@@ -27,6 +27,7 @@ from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.capture.capture import Captured
 from ravnest.model.stage.profile import has_channels, measure
+from ravnest.plan.sharing import STATISTICS_SAMPLES
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -41,7 +42,6 @@ from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
 
 logger = logging.getLogger(__name__)
 
-_STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
 _SNAPSHOT_TIMES = 4  # as large as its state: optimizers keep two numbers for each
 
 
@@ -68,7 +68,8 @@ def prepare(
 
     `tell` hears what is done next.
     """
-    plan = replace(plan, states=_choose_states(job, plan))
+    mean = plan.mean if job.mean == Mean.AUTO else Mean(job.mean)
+    plan = replace(plan, states=_choose_states(job, plan), mean=mean)
     _check_settings(job, plan)
     plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
@@ -85,7 +86,7 @@ def prepare(
     config = replace(config, keeps_ema=job.ema is not None)
     config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
-    settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
+    settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds, mean=plan.mean)
     training = TrainConfig(
         optimizer,
         job.batch_size,
@@ -125,7 +126,7 @@ def _check_settings(job: Job, plan: PlanConfig) -> None:
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
-    if plan.averaging is Averaging.EXACT and job.mean == Mean.ROBUST:
+    if plan.averaging is Averaging.EXACT and plan.mean is Mean.ROBUST:
         problem = "the mean is to be robust, and exact updates believe every gradient"
         raise ConfigError(f'{problem}; choose another averaging, or mean="auto" among PCs of your own')
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
@@ -192,12 +193,12 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         evaluate_updates=job.evaluate_every or 0,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
-        least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
+        least_samples=STATISTICS_SAMPLES if has_statistics else 1,
+        has_statistics=has_statistics,
         microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
         is_whole_batch=is_whole,
         has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
-        mean=Mean(job.mean),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),

@@ -303,8 +303,8 @@ class Exchange:
                 arriving.fault = f"{sender} says: {reason}"
                 arriving.come.put_nowait(None)
         if not blob:
-            for name, waiting in self._waiting.items():
-                self._waiting[name] = [each for each in waiting if each[0] != sender]
+            left = {name: [x for x in them if x[0] != sender] for name, them in self._waiting.items()}
+            self._waiting = {name: them for name, them in left.items() if them}
 
     def _serve(self, sender: NodeId, request: BlobRequest) -> None:
         found = self._find(request)
@@ -401,7 +401,7 @@ class Exchange:
     async def _run(
         self, arriving: _Arriving, quiet_seconds: float | None, passes_on: bool
     ) -> Buffer | Refusal:
-        """Fetch a blob for all that wait for it; when that ends early, what has come is kept for a while."""
+        """Fetch a blob for all that wait for it; the pieces of the last few cut ones stay."""
         download, ref = arriving.download, arriving.download.ref
         try:
             arriving.result = result = await self._collect(arriving, quiet_seconds)

@@ -190,8 +190,8 @@ def quiet_hf() -> Iterator[None]:
     for each in loggers:
         each.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks for it
+        with warnings.catch_warnings():  # one of them may use what a newer other one will drop
+            warnings.simplefilter("ignore")
             yield
     finally:
         for each, level in zip(loggers, before, strict=True):
