@@ -45,6 +45,7 @@ def work_through(
     handle: Callable[[Any], Iterable[Any]],
     clock: Callable[[], float],
     send: Callable[[Iterable[Any]], None],
+    after_work: Callable[[], None] = lambda: None,
 ) -> None:
     """Handle items as they come, and do the host's work between them; None ends it."""
     is_idle = False
@@ -58,6 +59,7 @@ def work_through(
             work = host.next_work()
             is_idle = work is None
             send(work or ())
+            after_work()
             continue
         if item is None:
             return

@@ -48,6 +48,7 @@ from ravnest.peer.compute_protocol import (
     ToCompute,
 )
 from ravnest.peer.fences import FenceWishes
+from ravnest.peer.machine import JOIN_SPLINTERS
 from ravnest.units import show_plainly
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ def choose_environment(given: Mapping[str, str], scratch: str | None, compiled: 
         and not any(word in name.upper() for word in _SECRETS)
     }
     own = {"HOME": os.sep if scratch is None else scratch, "OPENBLAS_NUM_THREADS": "1"}
+    own |= {name: value for name, value in JOIN_SPLINTERS.items() if name not in kept}
     if scratch is not None:
         own |= {"TMPDIR": scratch}
         own |= {} if compiled else {"TORCHINDUCTOR_CACHE_DIR": scratch, "TRITON_CACHE_DIR": scratch}

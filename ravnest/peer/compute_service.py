@@ -10,7 +10,7 @@ import queue
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,14 @@ from ravnest.peer.compute_frames import (
 )
 from ravnest.peer.compute_protocol import ComputeFailed, ToCompute
 from ravnest.peer.fences import PROGRAMS, Fence, FenceWishes, close_late, describe_fences
-from ravnest.peer.machine import keep_few_arenas, return_freed_memory
+from ravnest.peer.machine import (
+    HoleWatch,
+    keep_few_arenas,
+    kept_bytes,
+    own_memory_bytes,
+    return_freed_memory,
+    trim_freed_memory,
+)
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost
 
@@ -156,7 +163,19 @@ class _Service:
                     case _:
                         return host.handle(item)
 
-            work_through(self._items, host, handle, self._clock, send)
+            work_through(self._items, host, handle, self._clock, send, _fill_holes(limits.memory_bytes))
+
+
+def _fill_holes(lent_bytes: float) -> Callable[[], None]:
+    """Return what gives the system back freed memory between tensors, once there is much of it."""
+    watch = HoleWatch(kept_bytes(lent_bytes))
+
+    def look() -> None:
+        if watch.look(own_memory_bytes()):
+            trim_freed_memory()
+            watch.look(own_memory_bytes())
+
+    return look
 
 
 def serve_agent(end_of_pair: socket.socket, wishes: FenceWishes, fences: Sequence[Fence]) -> int:

@@ -22,6 +22,7 @@ from ravnest.disk import FileMap
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.compute_protocol import Build, Probe, ToCompute, WrittenBlob, name_file
+from ravnest.peer.machine import trim_freed_memory
 from ravnest.protocol.membership import Complaint, ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import (
@@ -242,6 +243,7 @@ class Fetcher:
             order = plan()
             assert order is not None
             self._put(Build(order, parts, bytes(blueprint), tuple(contents)))
+            trim_freed_memory()  # of the pieces that came
             return
         node, reason = missing[0].args
         if node == HUB:

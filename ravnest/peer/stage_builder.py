@@ -7,7 +7,7 @@ named to the hub, which knows others.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.blueprint_json import read_blueprint
-from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.program import Blueprint, StateEntry
 from ravnest.model.stage.compiled_stage import StageCompiler, StageToCompile
 from ravnest.model.stage.dry_run import Footprint, dry_run
 from ravnest.model.stage.profile import count_flops
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
 _SPLIT_SECONDS = 50 * 1e-4
+_READ_BYTES = 16 << 20  # at once, of a snapshot
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 
 
@@ -105,16 +106,19 @@ def assemble_stage(
         missing = [entry for entry in blueprint.state if entry.name not in state]
         if not missing:
             break
+        found: dict[str, Tensor] = {}
         try:
-            found, slots = read_finite_snapshot(content, missing)
+            for some in _group(missing):
+                tensors, slots = read_finite_snapshot(content, some)
+                found |= {name: tensor.to(device) for name, tensor in tensors.items()}
+                optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
+                release_pages(content)  # it stays here for others, and the stage has copies
         except WeightsError as error:
             if source.node == HUB:
                 raise
             return StageMissing(parts.build_id, source.node, str(error))
-        state |= {name: tensor.to(device) for name, tensor in found.items()}
-        optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
+        state |= found
         suspects += [] if found else [source.node]
-        release_pages(content)  # it stays here for others, and the stage has copies
     names = [entry.name for entry in blueprint.state if entry.name not in state]
     if names:
         told = f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
@@ -124,6 +128,18 @@ def assemble_stage(
         return StageMissing(parts.build_id, suspects[0], told)
     state = {entry.name: state[entry.name] for entry in order_entries(blueprint.state)}
     return Snapshot(parts.version, state, optimizer), anchor_state
+
+
+def _group(entries: Sequence[StateEntry]) -> Iterator[list[StateEntry]]:
+    """Yield the entries in groups, so that little of a file is in memory beside the stage."""
+    group: list[StateEntry] = []
+    for entry in entries:
+        group.append(entry)
+        if sum(each.size_bytes for each in group) >= _READ_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _select_held(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -328,6 +328,7 @@ class StageHost:
         self._builder, self._clock = builder, clock
         self._stage: RunningStage | None = None
         self._held: HeldStage | None = None  # of the stage before, until the next is built
+        self._frozen: frozenset[str] = frozenset()  # names, of the stage that was built last
         self._snapshot_orders: list[SnapshotOrder] = []  # until the stage can be saved
 
     @property
@@ -393,6 +394,7 @@ class StageHost:
         if isinstance(built, StageMissing):
             return Outgoing(HUB, built)
         self._stage, self._held = RunningStage(*built, self._clock), None
+        self._frozen = built[0].frozen
         return StageBuilt(item.parts.build_id)
 
     def _save_if_ordered(self) -> list[SavedStage]:
@@ -407,10 +409,17 @@ class StageHost:
         return [self._saved(order, snapshot) for order in orders]
 
     def _saved(self, order: SnapshotOrder, live: Snapshot) -> SavedStage:
-        """Return what an order asks for: the average of its round if that is here, else the live weights."""
+        """Return what an order asks for: the average of its round if that is here, else the live weights.
+
+        Nothing is made of a final snapshot but the result. Whoever gave the frozen weights has them.
+        """
         wanted = order.anchor_round
         average = None if wanted is None or self._stage is None else self._stage.save_average(wanted)
-        return SavedStage(order, live) if average is None else SavedStage(order, average, wanted)
+        found = live if average is None else average
+        if order.is_final:
+            kept = {name: tensor for name, tensor in found.state.items() if name not in self._frozen}
+            found = replace(found, state=kept)
+        return SavedStage(order, found, None if average is None else wanted)
 
     def save(self, is_final: bool = True) -> Snapshot | None:
         """Return the state of the stage, or of the held one; None while tied weights wait, or without any."""

@@ -197,6 +197,11 @@ class Worker:
             self._update(is_closing=True)
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters of the stage that nothing changes."""
+        return frozenset(entry.name for entry in self._blueprint.state if entry.is_frozen)
+
+    @property
     def is_exact(self) -> bool:
         """Whether updates wait for gradient rounds."""
         return self.schedule.is_exact

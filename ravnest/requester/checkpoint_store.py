@@ -278,10 +278,11 @@ class Checkpoints:
         books: SavedLedger,
         score: float | None = None,
         left_out: Container[str] = (),
+        added: Sequence[Sequence[FileTensor]] = (),
     ) -> Path:
         """Write a checkpoint, then remove those no longer kept; if it fails, all is as it was before.
 
-        Tensors of the names in `left_out` are not written.
+        Tensors of the names in `left_out` are not written. `added` has more tensors for each part.
         """
         refused = f"checkpoint {number:06d} was not written"
         if number < self.next_number:
@@ -292,7 +293,8 @@ class Checkpoints:
             for index, (start, stop, content) in enumerate(parts):
                 whole = memoryview(content).cast("B")
                 tensors = _read_part(whole, f"the state of stage [{start}, {stop})")
-                shards = _split(whole, tensors, self._max_shard_bytes, left_out)
+                more = added[index] if added else ()
+                shards = _split(whole, tensors, self._max_shard_bytes, left_out, more)
                 files |= dict(zip(_part_names(index, len(shards)), shards, strict=True))
                 refs = [name_pieces(shard.pieces(), lambda _: None)[0] for shard in shards]
                 entries.append(PartEntry(start, stop, refs[0], tuple(refs[1:])))
@@ -410,10 +412,14 @@ class _Shard:
 
 
 def _split(
-    whole: memoryview, tensors: tuple[FileTensor, ...], most_bytes: int, left_out: Container[str]
+    whole: memoryview,
+    tensors: tuple[FileTensor, ...],
+    most_bytes: int,
+    left_out: Container[str],
+    added: Sequence[FileTensor],
 ) -> list[_Shard]:
-    found = {tensor.name: tensor for tensor in tensors if tensor.name not in left_out}
-    if len(found) == len(tensors) and (len(whole) <= most_bytes or len(tensors) < 2):
+    found = {tensor.name: tensor for tensor in (*added, *tensors) if tensor.name not in left_out}
+    if not added and len(found) == len(tensors) and (len(whole) <= most_bytes or len(tensors) < 2):
         return [_Shard(whole, tensors)]
     groups = group_by_size({name: tensor.type for name, tensor in found.items()}, most_bytes)
     return [_Shard(None, tuple(found[name] for name in group)) for group in groups or [{}]]

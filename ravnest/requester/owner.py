@@ -271,7 +271,8 @@ class JobOwner:
                 written_at=time.time(),  # noqa: TID251 - for people; nothing is decided by it
             )
             score = evaluated["val_loss"] if evaluated else None
-            self._keeper.write(number, parts, saved, score, self._left_out)
+            added = [self._find_added(*part) for part in parts]
+            self._keeper.write(number, parts, saved, score, self._left_out, added)
             self._adopt(self._keeper.open(number).read())
             if window := self.fingerprint.window:  # training can go back to here, and no further
                 self.job.samples.forget(find_position(books.leases) // window * window)
@@ -279,6 +280,17 @@ class JobOwner:
         except RavnestError as error:
             return str(error)
         return ""
+
+    def _find_added(self, start: int, stop: int, content: Buffer) -> list[FileTensor]:
+        """Return the frozen weights of a stage that only this program has: at the end no peer sends them."""
+        entries = slice_blueprint(self._captured.blueprint, start, stop).state
+        names = {x.name for x in entries if x.is_frozen} - self._left_out
+        names -= {tensor.name for tensor in read_tensors(content)} if names else set()
+        kinds = {name: self._first.types[name] for name in sorted(names)}
+        return [
+            FileTensor(name, kind.dtype, kind.shape, memoryview(self._first.read(name)))
+            for name, kind in kinds.items()
+        ]
 
     def go_on_from(self, start: Checkpoint) -> LedgerState:
         """Make stages of a checkpoint's state; return what was trained then."""

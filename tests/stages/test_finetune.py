@@ -231,9 +231,12 @@ def copy_folder(folder, place):
     return place
 
 
-def test_data_without_anything_to_learn_is_refused(folder):
+def test_data_without_anything_to_learn_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"the data has nothing to learn from"):
         _ = make_finetuning(folder, [{"text": ""}], {}).job
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"the data \(.*none\.jsonl\) has nothing to learn from"):
+        _ = make_finetuning(folder, tmp_path / "none.jsonl", {}).job
 
 
 @pytest.mark.parametrize(

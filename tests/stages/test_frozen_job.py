@@ -12,7 +12,7 @@ from ravnest.config import FrozenFormat, PlanConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
 from ravnest.model.blueprint.blueprint_json import read_blueprint
-from ravnest.model.state.safetensors_header import read_tensors
+from ravnest.model.state.safetensors_header import FileTensor, read_tensors
 from ravnest.model.state.state_dict import read_snapshot, to_snapshot
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.prepare import PreparedJob, prepare
@@ -58,6 +58,23 @@ def train_a_little(prepared: PreparedJob) -> list[tuple[int, int, bytes]]:
     return parts
 
 
+def leave_out_frozen(parts: list[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
+    """Return the snapshots as peers send them at the end."""
+    changing = ("scale", "shift")
+    return [
+        (
+            start,
+            stop,
+            to_snapshot({x.name: tensor_of(x) for x in read_tensors(content) if x.name in changing}, {}),
+        )
+        for start, stop, content in parts
+    ]
+
+
+def tensor_of(found: FileTensor) -> Tensor:
+    return torch.frombuffer(bytearray(found.buffer), dtype=torch.float32).reshape(found.shape)
+
+
 def books() -> LedgerState:
     return LedgerState(0, 0, 0, 0, LeaseBook(NUM_SAMPLES, 2, 0).state())
 
@@ -77,6 +94,22 @@ def test_peers_get_blocks_checkpoints_hold_what_is_trained_and_the_base_comes_ba
     assert result is not None
     assert torch.equal(result.state["one.weight"], job.model.one.weight)
     assert torch.equal(result.state["scale"], torch.full((128,), 2.0))
+
+
+def test_a_base_that_no_peer_sends_back_is_in_the_result_and_in_what_goes_on(tmp_path: Path):
+    job = job_of()
+    owner = prepare(job, PlanConfig(), 1, 0.0, Checkpoints(tmp_path)).owner
+    parts = leave_out_frozen(train_a_little(prepare(job, PlanConfig(), 1, 0.0, Checkpoints(tmp_path))))
+    assert {x.name for *_, content in parts for x in read_tensors(content)} == {"scale", "shift"}
+    assert [owner.find_fault(*part) for part in parts] == [""] * len(parts)
+    owner.keep_result(parts, books())
+    assert torch.equal(owner.result.state["one.weight"], job.model.one.weight)
+    assert torch.equal(owner.result.state["scale"], torch.full((128,), 2.0))
+    start = Checkpoints(tmp_path).find()  # of a base that was only in memory, and may be drawn anew
+    assert {"one.weight", "two.weight", "scale"} <= {tensor.name for tensor in start.read()}
+    again = prepare(job_of(seed=1), PlanConfig(), 1, 0.0, Checkpoints(tmp_path), start).owner
+    again.keep_result(leave_out_frozen(parts), books())
+    assert torch.equal(again.result.state["one.weight"], job.model.one.weight)
 
 
 def test_a_run_goes_on_with_the_same_base_and_with_no_other(tmp_path: Path):

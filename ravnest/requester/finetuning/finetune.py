@@ -120,8 +120,9 @@ class Finetuning:
         for told in encoder.describe():
             logger.warning("note: %s", told)
         if not rows or (self.val_data is not None and not validation):
-            name = "val_data" if rows else "data"
-            raise ConfigError(f"the {name} has nothing to learn from; give records with text")
+            given, name = (self.val_data, "val_data") if rows else (self.data, "data")
+            where = f" ({given})" if isinstance(given, str | os.PathLike) else ""
+            raise ConfigError(f"the {name}{where} has nothing to learn from; give records with text")
         self._check_words((*rows, *validation))
         longest = max(len(row) for row in (*rows, *validation))
         length = self.length if self.pack else min(round_up(longest), self.length)
