@@ -25,6 +25,7 @@ class CheckpointPolicy:
 
     def __init__(self, placement: Placement, ledger: Ledger, collector: CheckpointCollector) -> None:
         self._placement, self._ledger, self._collector = placement, ledger, collector
+        self.is_calm = True  # whether the monitors find the weights worth keeping
         self._num_postponed = 0  # checkpoints, for there was no average
         self._losses: dict[str, float] = {}  # the lowest that each cluster has found, by cluster_id
         self._best_loss: float | None = None  # that is begun to be kept
@@ -33,6 +34,9 @@ class CheckpointPolicy:
 
     def begin_checkpoint(self, now: float) -> list[Send]:
         """Begin a checkpoint that others can confirm; without any, after a while, one that nobody can."""
+        if not self.is_calm:
+            self._collector.postpone(now)
+            return []
         keeper = self._ledger.draws.choose(self._fellows)
         comparison = self._compare(keeper)
         is_overtaken = self._collector.num_overtaken >= _MOST_OVERTAKEN

@@ -131,7 +131,7 @@ class Coordinator:
     @property
     def is_calm(self) -> bool:
         """Whether the present weights are worth a checkpoint, as the monitors say."""
-        return self._duties.is_calm
+        return self._duties.policy.is_calm
 
     @property
     def due(self) -> float | None:
@@ -409,7 +409,7 @@ class Coordinator:
             case ClusterUnlike():
                 return self._suspect(event)
             case CalmChanged():
-                self._duties.is_calm = event.is_calm
+                self._duties.policy.is_calm = event.is_calm
             case ClusterSilent():
                 return self._inquire(event)
             case ClusterHeard():

@@ -428,7 +428,6 @@ class Duties:
         self._life, self._spot_checks = (life := departures.life), spot_checks
         self._placement, self._ledger, self._checkpoints = life.placement, life.ledger, life.checkpoints
         self._recovery, self._rounds, self._plan_trigger = life.recovery, life.rounds, life.plan_trigger
-        self.is_calm = True  # as the monitors say
         self.policy = CheckpointPolicy(life.placement, life.ledger, life.checkpoints)
 
     def due(self, now: float) -> float | None:
@@ -538,7 +537,7 @@ class Duties:
             actions += [Notify(NotCheckpointed(fault))] if fault else []
             actions += self._ledger.fill(self._placement)
         if self._checkpoints.is_time(self._checkpoint_every, now):
-            actions += self._begin_checkpoint(now)
+            actions += self.policy.begin_checkpoint(now)
         return actions
 
     def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
@@ -552,15 +551,8 @@ class Duties:
     def make_checkpoint(self, now: float) -> list[Action]:
         """Begin a checkpoint that somebody asked for, or say why not."""
         is_training = self._life.phase is JobPhase.TRAINING and self._life.stop_by is None
-        reason = self._checkpoints.refuse(is_training, bool(self._placement.running), self.is_calm)
-        return [Notify(NotCheckpointed(reason))] if reason else [*self._begin_checkpoint(now)]
-
-    def _begin_checkpoint(self, now: float) -> list[Send]:
-        """Begin a checkpoint, if what is trained is worth keeping."""
-        if not self.is_calm:
-            self._checkpoints.postpone(now)
-            return []
-        return self.policy.begin_checkpoint(now)
+        reason = self._checkpoints.refuse(is_training, bool(self._placement.running), self.policy.is_calm)
+        return [Notify(NotCheckpointed(reason))] if reason else [*self.policy.begin_checkpoint(now)]
 
     def _average(self, now: float) -> list[Action]:
         """Average for the last time; then clusters show that they train, or their work is done again."""

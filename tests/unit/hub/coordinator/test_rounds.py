@@ -204,9 +204,14 @@ def test_one_that_says_nothing_is_not_waited_for_for_ever():
     assert blamed(world) == [("B", 1)]  # nobody said anything else
 
 
+def foresee(world, seconds):
+    """Have the plan say how long a round takes."""
+    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=seconds)
+
+
 def test_a_hearing_is_short_although_rounds_are_long():
     world = clusters_of(2)
-    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=30.0)
+    foresee(world, 30.0)
     script(
         world,
         lambda _, name, order: (
@@ -221,7 +226,7 @@ def test_a_hearing_is_short_although_rounds_are_long():
 @pytest.mark.parametrize(("foreseen", "deadline"), [(900.0, 3600.0), (6000.0, 7500.0), (1e6, 600.0)])
 def test_a_round_may_take_as_long_as_the_plan_says(foreseen, deadline):
     world = clusters_of(2)
-    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=foreseen)
+    foresee(world, foreseen)
     script(world, lambda world, name, order: (0.7, world.ready(name, order.round_id)))
     run_rounds(world, 1)
     assert opened(world)[0][0].deadline_seconds == deadline
@@ -457,7 +462,7 @@ def test_the_forecast_says_when_the_first_may_come():
     world = HubWorld(long_job(average_every=None), planner=PLANNER)
     world.join(*"ab", memory_mb=1000.0)
     world.run_until(lambda: world.told(PlanFormed))
-    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=12.0)
+    foresee(world, 12.0)
     world.run_until(lambda: all(each.is_running for each in world.hub.clusters))
     started_at = world.now
     world.run_until(lambda: world.open_round)
