@@ -1,8 +1,8 @@
 """Placement: the plan in force, its clusters with their ClusterPhase, and the parts stages are made of.
 
 A first plan is formed from all members at once; later ones are repairs. Clusters that a newer plan leaves as
-they are train on. The others are built anew under its number, so what they still send is late by number.
-Stages are built of what their nodes hold and of what others have (recovery).
+they are train on, or go on being built. The others are built anew under its number, so what they still send
+is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,6 +18,7 @@ from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times,
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
+_MOST_TRIED = 4  # spares that came while clusters were built, in one plan
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
 
 
@@ -39,6 +40,11 @@ class ClusterState:
     def is_running(self) -> bool:
         """Whether all its stages are built and there."""
         return self.phase in (ClusterPhase.RUNNING, ClusterPhase.DRAINING)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it trains, or trained before it stood still."""
+        return self.is_running or self.stopped_at is not None
 
     @property
     def is_broken(self) -> bool:
@@ -95,6 +101,7 @@ class Placement:
         self.sharing = ALONE  # how clusters share the job
         self.noise: float | None = None  # the job's noise scale, once measured
         self._tries_spares = False  # at the next repair
+        self._untried: dict[NodeId, None] = {}  # spares that came while clusters were being built
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
@@ -277,7 +284,14 @@ class Placement:
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
         facts = (nodes, self._plan, gone, changed, self._microbatches, self.sharing, self.noise)
-        return MakePlan(plan_id, *facts, self._tries_spares)
+        building = tuple(x.root for x in self._clusters if x.phase is ClusterPhase.BUILDING)
+        untried = () if building else tuple(x for x in self._untried if x in by_name)[:_MOST_TRIED]
+        return MakePlan(plan_id, *facts, self._tries_spares, building, untried)
+
+    @property
+    def has_untried(self) -> bool:
+        """Whether all clusters are built, and spares came meanwhile that may help one of them."""
+        return bool(self._untried) and all(each.is_running for each in self._clusters)
 
     def record_noise(self, noise: float) -> bool:
         """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""
@@ -299,13 +313,12 @@ class Placement:
     def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
         """Adopt a plan that was made of the members as they are; no peer is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
-        intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
-        self._parts = {each: made for each, made in self._parts.items() if each in intervals}
+        self._record_untried(plan)
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
         self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
-        before, kept = self._clusters, {each.cluster: each for each in self.running}
+        before, kept = self._clusters, {x.cluster: x for x in self._clusters if not x.is_broken}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
         for index, cluster in enumerate(plan.clusters):
@@ -329,6 +342,16 @@ class Placement:
         self._plan, self._rings_of = plan, _index_rings(plan.rings)
         self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
         return PlanChange(tuple(built), ended, has_new_rings)
+
+    def _record_untried(self, plan: Plan) -> None:
+        """Remember newcomers that are spares while clusters are built; others had their chance."""
+        is_building = any(each.phase is ClusterPhase.BUILDING for each in self._clusters)
+        spares = set(plan.spares)
+        if is_building:
+            known = self._untried | dict.fromkeys(x for x in plan.spares if x not in self._planned)
+            self._untried = {name: None for name in known if name in spares}
+        else:
+            self._untried = {x: None for x in [*self._untried][_MOST_TRIED:] if x in spares}
 
     def announce(
         self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
@@ -373,6 +396,11 @@ class Placement:
         is_new = interval not in self._asked
         self._asked.add(interval)
         return [MakeParts(start, stop, has_weights)] if is_new else []
+
+    def retain_parts(self, others: Collection[tuple[int, int]]) -> None:
+        """Forget the parts of all intervals but those of stages in the plan, and these others."""
+        stages = {(stage.start, stage.stop) for each in self._clusters for stage in each.cluster.stages}
+        self._parts = {x: made for x, made in self._parts.items() if x in stages or x in others}
 
     def needs_parts(self, interval: tuple[int, int]) -> bool:
         """Return whether the parts of an interval are those of a stage, as far as is known."""
