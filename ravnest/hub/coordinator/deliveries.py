@@ -49,14 +49,14 @@ class Deliveries:
     def begin(self, rings: Iterable[Ring], stages: Iterable[Stage]) -> dict[NodeId, tuple[Share, ...]]:
         """Divide first weights among all owners of rings; each gets a segment from those before it.
 
-        They come in turn, those that send fastest first: the first of them gets it from the hub. A cluster
-        that is alone has no rings, and gets its stages.
+        Nodes that all others can dial come first, then those that send fastest: the first of them gets it
+        from the hub, and as few others as can be. A cluster that is alone has no rings, and gets its stages.
         """
         self.clear()
         found: dict[NodeId, tuple[Share, ...]] = {}
         for ring in rings:
             owners = [self._membership[name].node for name in ring.owners]
-            turns = sorted(owners, key=lambda node: (-node.upload_bytes_per_second, node.name))
+            turns = sorted(owners, key=_rank_sender)
             for turn, node in enumerate(turns):
                 met = [x.name for x in turns[:turn] if _meet(x, node)]
                 share = self._add(node.name, (ring.start, ring.stop), tuple(met[-_MOST_BEFORE:]))
@@ -119,6 +119,10 @@ class Deliveries:
             )
         )
         return tuple(member.node.name for member in able[:_MOST_BEFORE])
+
+
+def _rank_sender(node: Node) -> tuple[bool, float, NodeId]:
+    return not node.is_reachable, -node.upload_bytes_per_second, node.name
 
 
 def _meet(one: Node, other: Node) -> bool:
