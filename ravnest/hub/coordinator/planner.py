@@ -176,9 +176,11 @@ class SearchPlanner:
             repair = node_slowed(plan, known.name, profile, Swarm(tuple(here)), config, before, self.budget)
             plan, reasons = repair.plan, [*reasons, repair.reason]
         for node in asked.nodes:
-            if node.name not in _nodes_of(plan) or node.name in asked.untried:
+            is_new = node.name not in _nodes_of(plan)
+            if is_new or node.name in asked.untried:
                 repair = self._join(job, asked, plan, node.name, Swarm(tuple(here)))
-                plan, reasons = repair.plan, [*reasons, repair.reason]
+                if is_new or repair.plan.clusters != plan.clusters:
+                    plan, reasons = repair.plan, [*reasons, repair.reason]
         if asked.tries_spares:
             plan, reason = self._try_spares(job, asked, plan, Swarm(tuple(here)))
             reasons.append(reason)

@@ -3,7 +3,7 @@
 A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
 cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
 Where clusters make exact updates, all of a stage comes from one that trains: so it is at the same update.
-A cluster that a newer plan leaves as it is goes on being built. One that is repaired before it ever trained
+A cluster that a newer plan leaves as it is goes on being built. One that is repaired before anybody trained
 goes on with the weights that all clusters begin with.
 """
 
@@ -102,11 +102,11 @@ class StateSources:
         self._best = best = max(running, key=samples_seen, default=None)
         seen = self._samples_seen | {x.cluster_id: samples_seen(x) for x in (*running, *change.ended)}
         self._samples_seen = {each: seen[each] for each in seen.keys() & self._placement.cluster_ids}
-        first = self._follow_first(change)
+        has_learned = best is not None and samples_seen(best) > max(0, kept)
+        first = self._follow_first(change, has_learned)
         changed = {name for each in (*change.built, *change.ended) for name in each.nodes}
         self._deliveries.withdraw(changed)
         needs = self._keep_needs(changed)
-        self._needs_hub = False
         for cluster in change.built:
             if cluster.cluster_id in first:
                 needs |= {stage.node: self._find_first(cluster, stage) for stage in cluster.cluster.stages}
@@ -136,6 +136,7 @@ class StateSources:
     def _keep_needs(self, changed: Collection[NodeId]) -> dict[NodeId, _Need]:
         """Return the needs of clusters that go on being built, with other sources where some have changed."""
         kept: dict[NodeId, _Need] = {}
+        self._needs_hub = False
         for name, need in self._needs.items():
             if name in changed or not need.cluster.unready:
                 continue
@@ -144,6 +145,7 @@ class StateSources:
             if gone and not need.is_ordered:
                 cluster_id = find_cluster_of_state(need.cluster, self._placement)
                 kept[name] = self._find(need.cluster, need.stage, cluster_id)
+                self._needs_hub |= HUB in kept[name].nodes
         return kept
 
     def continues(self, ended: ClusterState) -> bool:
@@ -155,15 +157,15 @@ class StateSources:
         """Record that the hub gives other weights from now on than those that all clusters began with."""
         self._has_first = False
 
-    def _follow_first(self, change: PlanChange) -> Collection[str]:
-        """Return the ids of clusters to be built of what all begin with.
+    def _follow_first(self, change: PlanChange, has_learned: bool) -> Collection[str]:
+        """Return the ids of clusters to be built of what all begin with, if no cluster has learned anything.
 
-        They go on from one that got it and never trained; or nothing was ever trained.
+        They go on from one that got it and never trained; or nobody has a state that is built of it.
         """
         before = {x: each for x, each in self._first.items() if not each.has_trained}
-        is_usual = self._has_first and not self._is_exact
+        is_usual = self._has_first and not self._is_exact and not has_learned and self._kept >= 0
         ended = {name for each in change.ended if each.cluster_id in before for name in each.nodes}
-        is_new = self._kept >= 0 and not self._placement.running
+        is_new = not self._placement.running
         held = (self._usable(name) for name in self._membership)
         is_new &= all(x is None or x.cluster_id in before for x in held)
         found = {
