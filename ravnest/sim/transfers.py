@@ -62,6 +62,7 @@ class Transfers:
     def __init__(self, timeline: Timeline, lines: Lines, is_alive: Callable[[NodeId], bool]) -> None:
         self._timeline, self._lines, self._is_alive = timeline, lines, is_alive
         self._coming: dict[NodeId, dict[str, _Blob]] = {}  # by receiver and content
+        self.num_bytes = 0.0  # that have come, to anybody
         self._by_giver: dict[NodeId, dict[_Blob, None]] = {}
         self._queues: dict[NodeId, deque[tuple[_Blob, int]]] = {}  # pieces to be sent, of those who send
 
@@ -75,8 +76,8 @@ class Transfers:
         """Get all of these; a source that is the receiver itself costs nothing."""
         blobs = {source.weights.blob for source in sources}
         coming = self._coming.setdefault(receiver, {})
-        for blob in [blob for blob in coming if blob not in blobs]:
-            self._drop(coming.pop(blob), 0.0)
+        for name in [name for name in coming if name not in blobs]:
+            self._drop(coming.pop(name), 0.0)
         wanted = [x for x in sources if x.node != receiver and not self._has(receiver, x)]
         made = Fetch(receiver, done, missed, size_bytes=float(sum(x.weights.size_bytes for x in wanted)))
         made.num_open = len(wanted)
@@ -174,6 +175,7 @@ class Transfers:
         self._release(blob)
         blob.num_here += 1
         blob.fetch.num_bytes += size
+        self.num_bytes += size
         waiting, blob.waiting = blob.waiting, []
         for other in waiting:
             self._ask(other)

@@ -94,6 +94,9 @@ class Placement:
         self._plan: Plan | None = None
         self._rings_of: dict[NodeId, Rings] = {}  # by owner
         self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
+        self._owners_of: dict[
+            tuple[SegmentId, ...], tuple[Contact, ...]
+        ] = {}  # by rings, in one announcement
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -332,7 +335,8 @@ class Placement:
             state.samples_per_second = self._outlook.clusters[index].samples_per_second
             clusters.append(state)
         self._place(tuple(clusters))
-        ended = tuple(each for each in before if each not in clusters)
+        here = set(clusters)
+        ended = tuple(each for each in before if each not in here)
         for name in (name for each in ended for name in each.nodes if name in self.membership):
             self._move_to_spare(name)
         for name in (name for each in built for name in each.nodes):
@@ -360,10 +364,11 @@ class Placement:
 
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
-        sends = []
+        sends, self._owners_of = [], {}
+        built = {cluster.cluster_id for cluster in change.built}
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
-                if cluster in change.built:
+                if cluster.cluster_id in built:
                     sends.append(self._order_stage(cluster, stage, extras))
                 elif change.has_new_rings or stage.node in extras:
                     sends.append(self._order_rings(cluster, stage.node, extras))
@@ -455,9 +460,20 @@ class Placement:
         return self._rings_of.get(name, ())
 
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
-        owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
-        known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
-        return tuple(self._contact(each) for each in known if each != name and each in self.membership)
+        near = dict.fromkeys((*nodes, *sorted(extras.get(name, ()))))
+        found = [self._contact(each) for each in near if each != name and each in self.membership]
+        near[name] = None
+        found += [each for each in self._owners(self._rings(name)) if each.node not in near]
+        return tuple(found)
+
+    def _owners(self, rings: Rings) -> tuple[Contact, ...]:
+        """Return how all owners of some rings are reached: many nodes are in the same."""
+        numbers = tuple(number for number, _ in rings)
+        if numbers not in self._owners_of:
+            owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
+            here = (self._contact(each) for each in owners if each in self.membership)
+            self._owners_of[numbers] = tuple(here)
+        return self._owners_of[numbers]
 
     def _contact(self, name: NodeId) -> Contact:
         """Return how a member is reached; many are told the same."""

@@ -187,7 +187,7 @@ class Recovery:
         placement, ledger, had_rings = self._placement, self._ledger, bool(self._placement.rings)
         change = placement.adopt(made.plan, made.microbatches, made.sharing)
         if not had_rings:  # a lone cluster keeps no average
-            ledger.progress.forget_averages(placement.clusters)
+            ledger.progress.forget_averages(each for each in placement.clusters if each not in change.built)
         kept = self.saved.num_counted if self.saved else -1 if ledger.num_counted else 0
         origins = self._sources.begin(change, ledger.progress.samples_seen, kept)
         if self._sources.needs_hub and ledger.num_counted and self.saved is None:

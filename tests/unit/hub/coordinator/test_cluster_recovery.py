@@ -193,6 +193,19 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     finishes(world)
 
 
+def test_who_comes_while_a_cluster_is_built_takes_a_place_in_it_once_it_trains():
+    world = HubWorld(job(num_samples=2000))
+    build = world.build_stage
+    world.build_stage = lambda *facts: world.after(20.0, build, *facts)
+    world.join(*"ab", memory_mb=200.0)
+    world.join("c", memory_mb=150.0, at=15.0)
+    world.run_until(lambda: world.told(ClusterStarted))
+    assert len(world.hub.clusters[0].nodes) == 2
+    assert world.now < 45.0, "it was built once"
+    world.run_until(lambda: len(world.hub.clusters[0].nodes) == 3)
+    finishes(world)
+
+
 def test_how_long_a_cluster_stood_still_is_counted_anew_each_time():
     world = world_of("abcde", checkpoint_every=1.0, epochs=12)
     for number in (1, 2):
