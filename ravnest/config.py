@@ -178,6 +178,12 @@ class Mean(StrEnum):
     ROBUST = "robust"  # from three on: no single cluster moves it further than the others differ
     PLAIN = "plain"  # every cluster counts by its samples, whatever it brings
 
+    def is_robust(self, num_running: int, num_present: int) -> bool:
+        """Return whether a round of so many clusters, of those that run, is robust."""
+        if self is Mean.PLAIN or num_present < 3:
+            return False
+        return self is Mean.ROBUST or num_running >= 4
+
 
 class Favour(StrEnum):
     """What a plan with more clusters may cost."""
@@ -211,6 +217,7 @@ class PlanConfig:
     deltas: WireFormat = WireFormat.INT4
     exact_gradients: WireFormat = WireFormat.FP32  # in gradient rounds: fp32 or bf16
     averaging: Averaging = Averaging.AUTO
+    mean: Mean = Mean.AUTO  # of a round; a job may say which
     clusters: int = 0  # at most so many, whatever that costs in quality; 0: as many as pay
     favour: Favour = Favour.QUALITY
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)

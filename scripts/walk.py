@@ -2,11 +2,11 @@
 
 A hub and six peers train on virtual time. A call in the package is on a walk if the followed thing is in what
 it takes or returns: its number or name, a record with it, bytes packed of such a record. So are its callers.
-A file is passed if it has such a call, or the class of such a record. A reader of a walk stays outside net/:
-one file of it stands for all that it passes there. Apart from that the script prints what is near: files that
-calls on the walk lead to, one file further, and constructors that only keep the thing. Left out are duties:
-what the same caller also calls when no such thing is about (ticks, heartbeats), unless it is handed the same
-name. The transport is the one in memory.
+A file is passed if it has such a call, or the class of such a record. A reader of a walk stays outside net/
+and plan/, which know no job: one file stands for each. Apart from that the script prints what is near: files
+that calls on the walk lead to, one file further, and constructors that only keep the thing. Left out are
+duties: what the same caller also calls when no such thing is about (ticks, heartbeats), unless it is handed
+the same name. The transport is the one in memory.
 """
 
 import argparse
@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The most files that each walk passes, and with those that are near or inside net. A number may only go down:
 # lower it as soon as the walk is shorter.
-MOST_FILES = {"microbatch": (26, 49), "round": (18, 31), "death": (34, 56)}
-FRONT_DOOR = "ravnest/net/transport.py"  # what programs see of net
+MOST_FILES = {"microbatch": (26, 49), "round": (18, 31), "death": (29, 56)}
+# A reader of a walk stays outside these folders: what programs see of net, and of planning after a death.
+DOORS = {"net": "ravnest/net/transport.py", "plan": "ravnest/plan/repair.py"}
 # Folders that each walk passes through; without one of them the trace has lost its thing.
 PASSES = {
     "microbatch": {"hub", "net", "peer", "engine"},
@@ -106,26 +107,29 @@ class Walk:
 
     passed: dict[str, Opened]
     near: dict[str, Opened]
-    inside_net: dict[str, Opened]
+    inside: dict[str, Opened]  # folders that have a door
 
     @classmethod
     def through(cls, files: Mapping[str, Opened]) -> "Walk":
-        """Sort files into those that are passed, those that are near, and those that the door stands for."""
+        """Sort files into those that are passed, those that are near, and those behind a door."""
         walk = cls({}, {}, {})
         for file, opened in files.items():
-            if Path(file).parts[1] == "net":
-                walk.inside_net[file] = opened
-                if opened.is_passed and FRONT_DOOR not in walk.passed:
-                    walk.passed[FRONT_DOOR] = files.get(FRONT_DOOR, Opened())
-            else:
+            door = DOORS.get(Path(file).parts[1])
+            if door is None:
                 (walk.passed if opened.is_passed else walk.near)[file] = opened
-        walk.inside_net.pop(FRONT_DOOR, None)
+                continue
+            walk.inside[file] = opened
+            if opened.is_passed:
+                walk.passed.setdefault(door, files.get(door, Opened()))
+        for door in DOORS.values():
+            if door in walk.passed:
+                walk.inside.pop(door, None)
         return walk
 
     @property
     def num_files(self) -> int:
         """Return how many files there are of all kinds."""
-        return len(self.passed) + len(self.near) + len(self.inside_net)
+        return len(self.passed) + len(self.near) + len(self.inside)
 
     def describe(self) -> dict[str, Any]:
         """Return it as people's scripts read it."""
@@ -133,7 +137,7 @@ class Walk:
             "files": [*self.passed],
             "count": len(self.passed),
             "near": [*self.near],
-            "inside_net": [*self.inside_net],
+            "inside": [*self.inside],
             "total": self.num_files,
         }
 
@@ -445,9 +449,9 @@ def show(name: str, walk: Walk) -> str:
     """Return a walk as text to read along."""
     lines = [
         f"One {name} passes {len(walk.passed)} files; {len(walk.near)} more are near it (+), "
-        f"{len(walk.inside_net)} inside net (.)"
+        f"{len(walk.inside)} inside net or plan (.)"
     ]
-    kinds = ((" ", walk.passed), ("+", walk.near), (".", walk.inside_net))
+    kinds = ((" ", walk.passed), ("+", walk.near), (".", walk.inside))
     opened = ((mark, file, each) for mark, files in kinds for file, each in files.items())
     for number, (mark, file, each) in enumerate(opened, 1):
         names = ", ".join(name for name in each.names if "<" not in name)

@@ -9,7 +9,7 @@ same as in `averaging.round`: a member that has voted may not give up by itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -86,6 +86,23 @@ class RobustReducer(Protocol[_V]):
         """Return the bytes of a chunk."""
 
 
+def find_owners(
+    members: Sequence[NodeId], resting: Collection[NodeId], hidden: Collection[NodeId]
+) -> tuple[NodeId, ...]:
+    """Return which members own parts: no resting one, and none that nobody can dial, if others are left.
+
+    So members that nobody can dial send each other nothing, and the hub's line carries nothing for them.
+    """
+    at_work = tuple(x for x in members if x not in resting) or tuple(members)
+    return tuple(x for x in at_work if x not in hidden) or at_work
+
+
+def place_parts(segment: SegmentId, owners: Sequence[NodeId], num_parts: int) -> tuple[NodeId, ...]:
+    """Return the owner of each part; short segments begin at different owners."""
+    places = ((segment + part * len(owners) // num_parts) % len(owners) for part in range(num_parts))
+    return tuple(owners[place] for place in places)
+
+
 @dataclass(frozen=True)
 class SharedSegment(Generic[_V]):
     """A segment of a robust round: who brings something, who of them owns no part, how much each counts."""
@@ -96,6 +113,7 @@ class SharedSegment(Generic[_V]):
     weights: Mapping[NodeId, float]
     chunk_size: int
     resting: frozenset[NodeId] = frozenset()
+    hidden: frozenset[NodeId] = frozenset()  # nobody can dial them
 
     @cached_property
     def slices(self) -> dict[tuple[int, int], slice]:
@@ -106,15 +124,14 @@ class SharedSegment(Generic[_V]):
 
     @cached_property
     def _owners(self) -> tuple[NodeId, ...]:
-        return tuple(x for x in self.members if x not in self.resting) or self.members
+        return find_owners(self.members, self.resting, self.hidden)
 
     @cached_property
     def parts(self) -> dict[NodeId, int]:
-        """The part that each owner has, if it has one; short segments begin at different owners."""
+        """The part that each owner has, if it has one."""
         num_parts = 1 + max((part for part, _ in self.slices), default=0)
-        owners = self._owners
-        places = ((self.segment + part * len(owners) // num_parts) % len(owners) for part in range(num_parts))
-        return {owners[place]: part for part, place in enumerate(places)}
+        placed = place_parts(self.segment, self._owners, num_parts)
+        return {owner: part for part, owner in enumerate(placed)}
 
     @cached_property
     def owner_of(self) -> dict[int, NodeId]:

@@ -95,12 +95,16 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     periods, rates = hold_back(line, times.seconds)
     lasting = hold_back(line, times.seconds / (1.0 + times.deaths))[1]
     lost_share = 1.0 - float(rates.sum() / lasting.sum())
-    relayed = _relayed_rounds(plan, line, swarm)
-    hub = _hub_forecast(line, times, rates, relayed)
+    traffic = _round_traffic(plan, line, swarm, index)
+    hub = _hub_forecast(line, times, rates, traffic)
     if hub is not None and hub.busy_share > 1.0:
         periods, rates = periods * hub.busy_share, rates / hub.busy_share
     usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
     samples = profile.samples_per_batch
+    round_seconds = 0.0
+    if len(plan.clusters) > 1:
+        moving = _round_seconds(line, nodes, rows, times, periods, traffic)
+        round_seconds = moving + _lap_latency(plan, swarm, nodes)
     clusters = tuple(
         _cluster_forecast(cluster, k, times, usage, memory[k], (float(periods[k]), float(rates[k]), samples))
         for k, cluster in enumerate(plan.clusters)
@@ -108,7 +112,7 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     return Forecast(
         clusters=clusters,
         samples_per_second=float(rates.sum()),
-        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes, times, relayed),
+        round_seconds=round_seconds,
         staleness=max(cluster.lag for cluster in clusters),
         lost_share=lost_share,
         bottleneck=_bottleneck(plan, line, usage, times),
@@ -117,7 +121,7 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
 
 
 def _hub_forecast(
-    line: LineCost, times: Timing, rates: Floats, relayed: "_RelayedRounds"
+    line: LineCost, times: Timing, rates: Floats, traffic: "_RoundTraffic"
 ) -> HubForecast | None:
     """Return what the hub's line carries while clusters train at these samples per second."""
     upload = line.config.hub_bytes_per_second
@@ -129,7 +133,7 @@ def _hub_forecast(
         sample_bytes_per_second=float(batches.sum() * line.sample_bytes),
         relay_bytes_per_second=float((batches * (times.hub_bytes - line.sample_bytes)).sum()),
         first_weights_seconds=float(line.parameters[-1] / upload),
-        round_bytes=relayed.total_bytes,
+        round_bytes=traffic.relayed,
         num_relayed=int((times.relay > 0.0).sum()),
     )
 
@@ -221,52 +225,52 @@ def _bottleneck(plan: Plan, line: LineCost, usage: Floats, times: Timing) -> Bot
     return best
 
 
-def round_seconds(
-    plan: Plan,
-    line: LineCost,
-    swarm: Swarm,
-    periods: Floats,
-    rows: Rows,
-    nodes: NodeTable,
-    times: Timing,
-    relayed: "_RelayedRounds",
+def _round_seconds(
+    line: LineCost, nodes: NodeTable, rows: Rows, times: Timing, periods: Floats, traffic: "_RoundTraffic"
 ) -> float:
-    """Return how long a round takes on what training leaves of the links (all of them when it blocks)."""
-    count = len(plan.clusters)
-    if count < 2:
-        return 0.0
-    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
+    """Return how long data moves on what training leaves of the links (all of them when it blocks)."""
     exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
-    volume = (count - 1) / count * line.round_bytes(start, stop)
     upload, download = nodes.upload[rows.nodes], nodes.download[rows.nodes]
     if line.config.averaging.overlaps:
         pace = periods[:, None]
         upload = upload * (1.0 - line.link_share * times.send / pace)
         download = download * (1.0 - line.link_share * times.receive / pace)
-    moving = np.where(exists, volume / np.minimum(upload, download), 0.0).max()
-    through_hub = relayed.longest_bytes / line.config.relay_bytes_per_second
+    moving = np.where(exists, traffic.volume[rows.nodes] / np.minimum(upload, download), 0.0).max()
+    through_hub = traffic.longest_relayed / line.config.relay_bytes_per_second
     if line.config.hub_bytes_per_second:  # all of it goes through one line
-        through_hub = max(through_hub, relayed.total_bytes / line.config.hub_bytes_per_second)
-    return float(max(moving, through_hub) + _lap_latency(plan, swarm, nodes))
+        through_hub = max(through_hub, traffic.relayed / line.config.hub_bytes_per_second)
+    return float(max(moving, through_hub))
 
 
-class _RelayedRounds(NamedTuple):
-    """What a round sends through the hub."""
+class _RoundTraffic(NamedTuple):
+    """What a round moves, in bytes."""
 
-    longest_bytes: float  # of one pair of owners
-    total_bytes: float
+    volume: Floats  # what each node of the swarm sends, and receives
+    longest_relayed: float  # what one pair of owners sends through the hub
+    relayed: float  # all of them together
 
 
-def _relayed_rounds(plan: Plan, line: LineCost, swarm: Swarm) -> _RelayedRounds:
-    hidden = {node.name for node in swarm.nodes if not node.is_reachable}
-    longest, total, count = 0.0, 0.0, len(plan.clusters)
+def _round_traffic(plan: Plan, line: LineCost, swarm: Swarm, index: dict[NodeId, int]) -> _RoundTraffic:
+    """Count the bytes of a round: along rings, or in a robust one straight to those who own parts."""
+    hidden = np.array([not node.is_reachable for node in swarm.nodes], bool)
+    volume, longest, total, count = np.zeros(len(hidden)), 0.0, 0.0, len(plan.clusters)
+    is_robust = line.config.averaging is not Averaging.EXACT and line.config.mean.is_robust(count, count)
     for ring in plan.rings:
-        neighbours = zip(ring.owners, ring.owners[1:] + ring.owners[:1], strict=True)
-        num_relayed = sum(one in hidden and other in hidden for one, other in neighbours)
+        owners = np.array([index[owner] for owner in ring.owners], np.int64)
+        size = float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
+        is_hidden = hidden[owners]
+        num_visible = count - int(is_hidden.sum())
+        if is_robust and 0 < num_visible < count:  # those that can be dialled own all parts
+            share = (count + num_visible - 2) / num_visible
+            volume[owners] += 0.5 * size * np.where(is_hidden, 1.0, share)
+            continue
+        each = (count - 1) / count * size
+        volume[owners] += each
+        num_relayed = int((is_hidden & np.roll(is_hidden, -1)).sum())
         if num_relayed:
-            size = (count - 1) / count * float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
-            longest, total = max(longest, size), total + num_relayed * size
-    return _RelayedRounds(longest, total)
+            longest = max(longest, 2.0 * size / count if is_robust else each)
+            total += num_relayed * each
+    return _RoundTraffic(volume, longest, total)
 
 
 def _lap_latency(plan: Plan, swarm: Swarm, nodes: NodeTable) -> float:

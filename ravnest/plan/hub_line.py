@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ravnest.config import Averaging, Mean
 from ravnest.plan.line import Bools, Floats, Ints, LineCost
 from ravnest.plan.split import NodeOrder
 
@@ -155,8 +156,9 @@ def other_orders(order: NodeOrder, count: int, rng: np.random.Generator) -> list
 class RelayedRounds:
     """Chooses clusters whose rounds do not keep the hub's line busy for too long.
 
-    A ring has hidden neighbours where more owners of a segment are hidden than not. `sides` is 1 where the
-    owner of a position is hidden and -1 where it is not, [cluster, position].
+    A ring has hidden neighbours where more owners of a segment are hidden than not; a robust round needs the
+    hub only where all are. `sides` is 1 where the owner of a position is hidden and -1 where it is not,
+    [cluster, position].
     """
 
     def __init__(self, line: LineCost) -> None:
@@ -164,6 +166,7 @@ class RelayedRounds:
         self._bytes = line.round_bytes(starts, starts + 1)
         self._upload = line.config.hub_bytes_per_second or np.inf
         self._most = _SHORTER * line.config.max_relayed_round_seconds
+        self._mean = line.config.mean if line.config.averaging is not Averaging.EXACT else Mean.PLAIN
 
     def sides(self, orders: Sequence[NodeOrder], cuts: Ints, hidden: Bools) -> Ints:
         """Return on which side the owner of each position is; cuts are [cluster, depth]."""
@@ -212,5 +215,8 @@ class RelayedRounds:
         """Return the seconds on the line of so many clusters, by the sum of their sides [..., position]."""
         if count < 2:
             return np.zeros(total.shape[:-1])
-        num_pairs = np.maximum(total, 0)  # with nobody between them; all of them where all are hidden
+        if self._mean.is_robust(count, count):  # straight to owners that can be dialled, if there is one
+            num_pairs = np.where(total == count, total, 0)
+        else:
+            num_pairs = np.maximum(total, 0)  # with nobody between them; all of them where all are hidden
         return np.asarray((num_pairs * self._bytes).sum(axis=-1) * (count - 1) / count / self._upload)

@@ -49,6 +49,7 @@ class RoundOpen:
     # Of a robust round: how much each owner in the receiver's rings counts, by the hub's books.
     weights: tuple[tuple[NodeId, Weight], ...] = ()
     resting: tuple[NodeId, ...] = ()  # those that own no part of it
+    hidden: tuple[NodeId, ...] = ()  # nobody can dial them: they own parts where no other does
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ def prepare(
 
     `tell` hears what is done next.
     """
-    plan = replace(plan, states=_choose_states(job, plan))
+    mean = plan.mean if job.mean == Mean.AUTO else Mean(job.mean)
+    plan = replace(plan, states=_choose_states(job, plan), mean=mean)
     _check_settings(job, plan)
     plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
@@ -85,7 +86,7 @@ def prepare(
     config = replace(config, keeps_ema=job.ema is not None)
     config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
-    settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
+    settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds, mean=plan.mean)
     training = TrainConfig(
         optimizer,
         job.batch_size,
@@ -125,7 +126,7 @@ def _check_settings(job: Job, plan: PlanConfig) -> None:
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
-    if plan.averaging is Averaging.EXACT and job.mean == Mean.ROBUST:
+    if plan.averaging is Averaging.EXACT and plan.mean is Mean.ROBUST:
         problem = "the mean is to be robust, and exact updates believe every gradient"
         raise ConfigError(f'{problem}; choose another averaging, or mean="auto" among PCs of your own')
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
@@ -197,7 +198,6 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         is_whole_batch=is_whole,
         has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
-        mean=Mean(job.mean),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),

@@ -34,10 +34,16 @@ UNLIKE = ((2,), (1, 3), (3,), ())
 def test_all_owners_have_the_same_bits_near_the_weighted_mean(cuts, seed, wire_format, length, data):
     world = DirectWorld(cuts, seed, wire_format, length)
     world.weights = {key: data.draw(st.floats(20.0, 80.0), key) for key in world.clusters}
+    nodes = sorted(name for each in world.clusters.values() for name in each)
+    world.hidden = data.draw(st.frozensets(st.sampled_from(nodes)), "hidden")
     world.train(signal=0.05, noise=0.01)
     wanted = {segment: mean_change(world, segment) for segment in world.rings}
     told = world.run()
     assert told.is_committed, told.reason
+    for sender, to, segment, step in told.sent:  # what passes between hidden members passes the hub's line
+        num_visible = len([x for x in world.rings[segment].owners if x not in world.hidden])
+        is_needed = num_visible == 0 or (step is PartStep.CHECK and num_visible == 1)
+        assert is_needed or not {sender, to} <= world.hidden
     assert not told.disputes
     assert not told.liars
     assert not told.outliers

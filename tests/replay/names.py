@@ -43,6 +43,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("JobSettings", "mean"): Mean.PLAIN,  # robust rounds are younger than the recordings
     ("RoundOpen", "weights"): (),
     ("RoundOpen", "resting"): (),
+    ("RoundOpen", "hidden"): (),
     ("RoundReady", "parts"): (),
     ("RoundReady", "sights"): (),
     ("RoundAbort", "is_lie"): False,

@@ -18,12 +18,19 @@ from ravnest.hub.coordinator.robust_rounds import (
     Suspicions,
     compare_clusters,
 )
-from ravnest.ids import HUB, NodeId, RoundId
+from ravnest.ids import HUB, NodeId, RoundId, SegmentId
 from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Node
-from ravnest.protocol.averaging import DirectPart, RoundAbort, RoundCall, RoundCheck, RoundCommit
+from ravnest.protocol.averaging import (
+    DirectPart,
+    PartStep,
+    RoundAbort,
+    RoundCall,
+    RoundCheck,
+    RoundCommit,
+)
 from ravnest.protocol.messages import Refusal
 from tests.support.round_world import make_clusters
 
@@ -45,6 +52,7 @@ class Told:
     outliers: dict[str, str] = field(default_factory=dict)
     silent: set[NodeId] = field(default_factory=set)
     num_bytes: dict[str, int] = field(default_factory=dict)
+    sent: set[tuple[NodeId, NodeId, SegmentId, PartStep]] = field(default_factory=set)  # between members
 
 
 class DirectWorld:
@@ -54,6 +62,7 @@ class DirectWorld:
         self.random, self.length = Random(seed), length
         self.generator = torch.Generator().manual_seed(seed)
         self.chunk = options.pop("chunk", CHUNK)
+        self.hidden: frozenset[NodeId] = frozenset()  # nobody can dial them
         clusters = make_clusters(cuts)
         self.clusters = {
             f"c{k}": tuple(stage.node for stage in each.stages) for k, each in enumerate(clusters)
@@ -100,7 +109,8 @@ class DirectWorld:
         names = {name for nodes in present.values() for name in nodes}
         rings = {k: tuple(x for x in ring.owners if x in names) for k, ring in self.rings.items()}
         resting = frozenset(x for key in self.suspicions.resting for x in present.get(key, ()))
-        return RobustRoster(present, rings, {key: self.weights[key] for key in present}, resting)
+        weights = {key: self.weights[key] for key in present}
+        return RobustRoster(present, rings, weights, resting, self.hidden & names)
 
     def run(  # noqa: C901 - one case for each kind of happening
         self, lie: Lie | None = None, dies: Callable[[NodeId, object], bool] = lambda *_: False
@@ -119,6 +129,8 @@ class DirectWorld:
                 if sender in dead or dies(sender, message):
                     dead.add(sender)
                     return
+                if isinstance(message, DirectPart):
+                    told.sent.add((sender, to, message.segment, message.step))
                 for each in [message] if lie is None else lie(sender, to, message):
                     self.count(told, each)
                     under_way.append((sender, to, each))
@@ -156,7 +168,8 @@ class DirectWorld:
                 weight = roster.weights[roster.cluster_of(name)]
                 assert state.open({"w": self.live[name, segment]}, {}, weight, len(owners)) is None
                 weights = {x: roster.weights[roster.cluster_of(x)] for x in owners}
-                shared[segment] = SharedSegment(segment, state, owners, weights, self.chunk, roster.resting)
+                apart = (roster.resting, roster.hidden)
+                shared[segment] = SharedSegment(segment, state, owners, weights, self.chunk, *apart)
         return DirectRound(RoundId(self.number), name, shared, deadline=1.0)
 
     def deliver(self, member: DirectRound, work: list, sender: NodeId, message, send) -> None:

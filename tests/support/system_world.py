@@ -216,6 +216,7 @@ class Pc:
 
     memory_bytes: float
     speed: float = 1.0
+    is_hidden: bool = False  # nobody can dial it
 
 
 @dataclass(frozen=True)
@@ -435,7 +436,8 @@ class World:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
         # Preflight frees nothing and sees a whole batch, so it asks for more memory than the plan does.
         limits = ProviderLimits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
-        offer = Offer(node, limits, (name,), guessed=self.guessed)
+        node = replace(node, is_reachable=not pc.is_hidden)
+        offer = Offer(node, limits, () if pc.is_hidden else (name,), guessed=self.guessed)
         compute = self._computes[name] = InlineCompute(
             lambda item: self.watch(self, name, item),
             partial(self.anchors.note, name),

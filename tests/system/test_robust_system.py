@@ -44,13 +44,14 @@ def form_four(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch: 
 
 
 def run_world(
-    averaging: Averaging = Averaging.BLOCKING, leaving=None, deltas=WireFormat.FP32, **options
+    averaging: Averaging = Averaging.BLOCKING, leaving=None, deltas=WireFormat.FP32, hidden=(), **options
 ) -> Ended:
     given = {"num_samples": NUM_SAMPLES, "epochs": 1, "average_every": 2, "validates": False, **options}
     job = make_job("tiny", **{"mean": "auto", **given})
     plan = replace(PLAN, averaging=averaging, deltas=deltas)
     more = {} if leaving is None else {"leaving": leaving}
-    world = World(job, [Pc(1e6, 0.01)] * 5, plan=plan, form_plan=form_four, **more)
+    pcs = [Pc(1e6, 0.01, is_hidden=k in hidden) for k in range(5)]
+    world = World(job, pcs, plan=plan, form_plan=form_four, **more)
     ended = world.run()
     assert ended.result is not None
     for news in ended.of(RoundEnded):
@@ -88,6 +89,17 @@ def test_four_clusters_average_robustly(averaging: Averaging, deltas: WireFormat
     (done,) = ended.of(EpochDone)
     assert done.num_samples == NUM_SAMPLES
     assert all(opened.weights for opened in post.of(RoundOpen))
+
+
+def test_a_node_that_nobody_can_dial_owns_no_part() -> None:
+    post = Post()
+    ended = run_world(leaving=post.leaving, hidden={1})
+    (hidden,) = {name for opened in post.of(RoundOpen) for name in opened.hidden}
+    assert all(news.is_committed for news in ended.of(RoundEnded))
+    assert not any(is_part(PartStep.FINISHED, x) for sender, _, x in post.sent if sender == hidden)
+    for step in (PartStep.CONTRIBUTION, PartStep.CHECK):
+        assert not any(is_part(step, x) for _, to, x in post.sent if to == hidden), step
+    assert any(is_part(PartStep.FINISHED, x) for _, to, x in post.sent if to == hidden)
 
 
 def test_a_plain_mean_is_made_in_rings() -> None:

@@ -42,14 +42,15 @@ def walks() -> dict[str, dict[str, Any]]:
 def test_no_walk_has_more_files_than_before(walk: ModuleType, walks: dict[str, dict[str, Any]]) -> None:
     assert walks.keys() == walk.MOST_FILES.keys()
     for name, found in walks.items():
-        files = [*found["files"], *found["near"], *found["inside_net"]]
+        files = [*found["files"], *found["near"], *found["inside"]]
         assert (found["count"], found["total"]) == (len(found["files"]), len(set(files)))
         most_passed, most_in_all = walk.MOST_FILES[name]
         assert found["count"] <= most_passed
         assert found["total"] <= most_in_all
         assert all((ROOT / file).is_file() for file in files)
-        in_net = [file for file in found["files"] if file.startswith("ravnest/net/")]
-        assert in_net == [walk.FRONT_DOOR]
+        behind = [file for file in found["files"] if Path(file).parts[1] in walk.DOORS]
+        assert set(behind) <= set(walk.DOORS.values())
+        assert walk.DOORS["net"] in behind
 
 
 @pytest.mark.parametrize(("name", "most"), [("microbatch", 25), ("round", 20), ("death", 25)])
@@ -63,7 +64,7 @@ def test_the_walks_of_the_architecture_are_those_of_a_run(
     named = {f"ravnest/{file}" for file in re.findall(r"`([a-z_/]+\.py)`", steps)}
     assert 5 < len(named) <= most
     found = walks[name]
-    assert named <= {*found["files"], *found["near"], *found["inside_net"]}
+    assert named <= {*found["files"], *found["near"], *found["inside"]}
 
 
 def opened(walk: ModuleType, *passed: str, near: tuple[str, ...] = ()) -> Any:
@@ -71,14 +72,15 @@ def opened(walk: ModuleType, *passed: str, near: tuple[str, ...] = ()) -> Any:
     return walk.Walk.through(files | {f"ravnest/{file}": walk.Opened() for file in near})
 
 
-def test_one_file_stands_for_net_and_what_is_near_is_apart(walk: ModuleType) -> None:
-    found = opened(walk, "hub/a.py", "net/link.py", "net/endpoint.py", near=("codec.py", "net/identity.py"))
+def test_one_file_stands_for_a_folder_with_a_door_and_what_is_near_is_apart(walk: ModuleType) -> None:
+    near = ("codec.py", "net/identity.py")
+    found = opened(walk, "hub/a.py", "net/link.py", "plan/cost.py", "plan/repair.py", near=near)
     assert found.describe() == {
-        "files": ["ravnest/hub/a.py", walk.FRONT_DOOR],
-        "count": 2,
+        "files": ["ravnest/hub/a.py", walk.DOORS["net"], walk.DOORS["plan"]],
+        "count": 3,
         "near": ["ravnest/codec.py"],
-        "inside_net": ["ravnest/net/link.py", "ravnest/net/endpoint.py", "ravnest/net/identity.py"],
-        "total": 6,
+        "inside": ["ravnest/net/link.py", "ravnest/plan/cost.py", "ravnest/net/identity.py"],
+        "total": 7,
     }
     assert opened(walk, "hub/a.py", near=("net/link.py",)).describe()["files"] == ["ravnest/hub/a.py"]
 

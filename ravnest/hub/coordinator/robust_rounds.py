@@ -17,6 +17,7 @@ from statistics import median
 
 from blake3 import blake3
 
+from ravnest.averaging.direct import find_owners, place_parts
 from ravnest.hub.coordinator.events import Send
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.protocol.averaging import (
@@ -70,7 +71,12 @@ class RobustRoster:
     clusters: Mapping[str, tuple[NodeId, ...]]
     rings: Mapping[SegmentId, tuple[NodeId, ...]]
     weights: Mapping[str, float]
-    resting: frozenset[NodeId] = frozenset()
+    resting: frozenset[NodeId] = frozenset()  # they own no part
+    hidden: frozenset[NodeId] = frozenset()  # nobody can dial them: they own parts where no other does
+
+    def owners_of_parts(self, segment: SegmentId) -> tuple[NodeId, ...]:
+        """Return which members of a segment own parts of it."""
+        return find_owners(self.rings[segment], self.resting, self.hidden)
 
     def cluster_of(self, node: NodeId) -> str:
         """Return the cluster of a member."""
@@ -237,11 +243,9 @@ class RobustDecision:
         num_parts = {len(each) for each in parts.values()}
         if len(num_parts) != 1 or num_parts == {0}:
             return []
-        count = num_parts.pop()
-        at_work = [x for x in owners if x not in self._roster.resting] or list(owners)
         found = []
-        for part in range(count):
-            owner = at_work[(segment + part * len(at_work) // count) % len(at_work)]
+        placed = place_parts(segment, self._roster.owners_of_parts(segment), num_parts.pop())
+        for part, owner in enumerate(placed):
             others = [x for x in owners if parts[x][part] != parts[owner][part]]
             found += [Dispute(owner, x, "it has another average than its owner") for x in others]
         return found
@@ -259,10 +263,12 @@ class RobustDecision:
     def _draw_checks(self) -> list[Send]:
         self._step, self._missing = _Step.CHECKS, {}
         sends = []
-        for owner in self._members:
-            segments = [number for number, owners in sorted(self._roster.rings.items()) if owner in owners]
-            if owner not in self._roster.resting and segments:
-                sends += self._order_check(segments[self._draw.below(len(segments))], owner)
+        owned: dict[NodeId, list[SegmentId]] = {}
+        for segment in sorted(self._roster.rings):
+            for owner in self._roster.owners_of_parts(segment):
+                owned.setdefault(owner, []).append(segment)
+        for owner in (x for x in self._members if x in owned):
+            sends += self._order_check(owned[owner][self._draw.below(len(owned[owner]))], owner)
         self._commit_when_checked()
         return sends
 
@@ -273,6 +279,7 @@ class RobustDecision:
         left = [x for x in members if x != owner and x not in before]
         if not left:
             return []
+        left = [x for x in left if x not in self._roster.hidden] or left  # whom all can send to
         checker = left[self._draw.below(len(left))]
         ticket = self._draw.below(_TICKETS)
         before.append(checker)
@@ -403,11 +410,12 @@ class Suspicions:
 _WINDOW, _LEAST_ROUNDS = 8, 5  # rounds of a cluster that are judged together
 _FAR = 10.0  # times the typical distance
 _AGAINST, _GAP = -0.15, 0.3
+_LEAST_WITNESSES = 3  # clusters that own parts: of three the median is no single one's word
 _LEAST_ITEMS = 100  # that an owner's word is of; of fewer, chance alone makes any change unlike others
 
 
 def compare_clusters(sights: Mapping[NodeId, Sequence[Sight]], roster: RobustRoster) -> dict[str, Likeness]:
-    """Return how alike each cluster's change is to those of the others; no owner alone decides it."""
+    """Return how alike each cluster's change is to those of the others, where enough owners have seen it."""
     far: dict[str, list[float]] = {each: [] for each in roster.clusters}
     cosines: dict[str, list[float]] = {each: [] for each in roster.clusters}
     for own, owners in roster.clusters.items():
@@ -418,7 +426,8 @@ def compare_clusters(sights: Mapping[NodeId, Sequence[Sight]], roster: RobustRos
                 others = [seen[x] for x in seen if x != cluster]
                 far[cluster].append(_distance(seen[cluster], others))
                 cosines[cluster].append(_cosine(seen[cluster]))
-    middle = {each: median(found) for each, found in cosines.items() if found}
+    least = min(_LEAST_WITNESSES, len(roster.clusters) - 1)
+    middle = {each: median(found) for each, found in cosines.items() if len(found) >= least}
     mean_weight = sum(roster.weights.values()) / len(roster.weights)
     found: dict[str, Likeness] = {}
     for cluster, cosine in middle.items():

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts, Mean
+from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger, weigh_cluster
 from ravnest.hub.coordinator.notices import RoundEnded
@@ -161,13 +161,6 @@ class RoundDecision:
     def _decide(self, outcome: RoundOutcome) -> None:
         assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
         self._outcome = outcome
-
-
-def is_robust(mean: Mean, num_running: int, num_present: int) -> bool:
-    """Return whether a round of so many clusters, of those that run, is robust."""
-    if mean is Mean.PLAIN or num_present < 3:
-        return False
-    return mean is Mean.ROBUST or num_running >= 4
 
 
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
@@ -416,7 +409,7 @@ class Rounds:
 
     def _find_roster(self, clusters: tuple[ClusterState, ...]) -> RobustRoster | None:
         """Return who takes part in a robust round, with weights from the books; None: it is a plain one."""
-        if not is_robust(self._settings.mean, len(self._placement.running), len(clusters)):
+        if not self._settings.mean.is_robust(len(self._placement.running), len(clusters)):
             return None
         names = {name for cluster in clusters for name in cluster.nodes}
         rings = {
@@ -424,14 +417,14 @@ class Rounds:
             for number, ring in enumerate(self._placement.rings)
         }
         share = len(self._placement.clusters) if self._placement.sharing.is_split else 1
-        samples = self._settings.batch_size / share
+        samples, resting = self._settings.batch_size / share, self._suspicions.resting
+        members = self._placement.membership
         return RobustRoster(
             {each.cluster_id: each.nodes for each in clusters},
             rings,
             {each.cluster_id: weigh_cluster(self._ledger, each, samples) for each in clusters},
-            frozenset(
-                x for each in clusters if each.cluster_id in self._suspicions.resting for x in each.nodes
-            ),
+            resting=frozenset(x for each in clusters if each.cluster_id in resting for x in each.nodes),
+            hidden=frozenset(x for x in names if x in members and not members[x].node.is_reachable),
         )
 
     def _weigh(self, opened: RoundOpen, name: NodeId) -> RoundOpen:
@@ -440,7 +433,8 @@ class Rounds:
         if roster is None:
             return opened
         weights = tuple((x, roster.weights[roster.cluster_of(x)]) for x in roster.partners(name))
-        return replace(opened, weights=weights, resting=tuple(sorted(roster.resting)))
+        resting, hidden = tuple(sorted(roster.resting)), tuple(sorted(roster.hidden))
+        return replace(opened, weights=weights, resting=resting, hidden=hidden)
 
     def _suspects(self, most_hops: int) -> dict[str, str | None]:
         """Return the cluster that each one waited for that gave up; None where it waited for a later hop."""
@@ -554,10 +548,11 @@ class Rounds:
 
     @property
     def _most_seconds(self) -> float:
-        """What a round may take: longer where the plan sends much of it through the hub."""
+        """What a round may take: longer where the plan says so, as with few owners that can be dialled."""
         seconds, config = self._placement.outlook.round_seconds, self._config
-        is_relayed = config.max_round_seconds < seconds <= config.max_relayed_round_seconds
-        return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
+        most = config.max_relayed_round_seconds
+        is_long = config.max_round_seconds < seconds <= _MOST_TIMES * most
+        return max(most, _PATIENCE * seconds) if is_long else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
         found = (self._by_node.get(name) for name in names)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,9 @@ def quiet_hf() -> Iterator[None]:
     for each in loggers:
         each.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():  # one of them may use what a newer other one will drop
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for each, level in zip(loggers, before, strict=True):
             each.setLevel(level)

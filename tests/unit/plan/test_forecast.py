@@ -7,7 +7,7 @@ import pytest
 from support.lone_cluster import train_alone
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
-from ravnest.config import PlanConfig
+from ravnest.config import Averaging, Mean, PlanConfig, WireFormat
 from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.cost import NodeTable, timing
 from ravnest.plan.files import read_swarm
@@ -76,3 +76,37 @@ def test_rounds_through_the_relay_share_the_hubs_line():
         found.append(forecast(plan, model, swarm, config).round_seconds)
     num_pairs = 2 * len(plan.rings)
     assert found[1] == pytest.approx(num_pairs * found[0], rel=0.01)  # not the slowest pair but all of them
+
+
+def rounds_of_four(mean, num_hidden):
+    """Four nodes hold 400 MB each, one segment; hub and nodes send 10 MB/s, nothing is encoded."""
+    model = even_model(num_positions=4, parameter_mb=100)
+    link = {"upload_bytes_per_second": 10e6, "download_bytes_per_second": 10e6}
+    swarm = swarm_of(
+        *(node(name, 8000, is_reachable=k >= num_hidden, **link) for k, name in enumerate("abcd"))
+    )
+    config = replace(
+        SIMPLE, hub_bytes_per_second=10e6, max_round_seconds=1e9, deltas=WireFormat.FP32, mean=mean
+    )
+    config = replace(config, averaging=Averaging.BLOCKING, relay_bytes_per_second=1e9)
+    clusters = cut_clusters(model, swarm, config, tuple((k,) for k in range(4)), is_averaged=True)
+    plan = assemble_plan(clusters, model, swarm, config, seed=0, plan_id=1)
+    found = forecast(plan, model, swarm, config)
+    return found.round_seconds, found.hub.round_bytes
+
+
+def test_robust_rounds_need_the_hub_only_where_no_owner_can_be_dialled():
+    along_ring, through_hub = rounds_of_four(Mean.PLAIN, num_hidden=3)
+    assert through_hub == pytest.approx(2 * 1.5 * 400e6)  # two pairs of hidden neighbours, 1.5 times each
+    assert along_ring == pytest.approx(120.0, rel=0.01)
+    straight, through_hub = rounds_of_four(Mean.AUTO, num_hidden=3)
+    assert through_hub == 0.0
+    # The one that can be dialled gets 400 MB of three others and sends them as much.
+    assert straight == pytest.approx(120.0, rel=0.01)
+    half_hidden, through_hub = rounds_of_four(Mean.AUTO, num_hidden=2)
+    assert through_hub == 0.0
+    # Each of the two: half of what three others bring, and the other's half.
+    assert half_hidden == pytest.approx(80.0, rel=0.01)
+    for num_hidden in (0, 4):
+        found = [rounds_of_four(mean, num_hidden) for mean in (Mean.AUTO, Mean.PLAIN)]
+        assert found[0] == pytest.approx(found[1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
-from ravnest.config import SearchBudget, WireChoice, WireFormat
+from ravnest.config import Mean, SearchBudget, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
 from ravnest.plan.hub_line import (
@@ -123,6 +123,14 @@ def test_a_round_passes_the_hub_where_more_owners_are_hidden_than_not():
     assert rounds.seconds(sides) == pytest.approx(2 * (2 + 2) / 2)  # two pairs at each of two positions
 
 
+def test_a_robust_round_passes_the_hub_where_all_owners_are_hidden():
+    rounds = rounds_of(10.0)
+    sides = np.ones((4, 4), np.int64)
+    assert rounds.seconds(sides) == pytest.approx(2 * 3 * 4)  # at each position three times two seconds
+    sides[0, 1:] = -1
+    assert rounds.seconds(sides) == pytest.approx(2 * 3)
+
+
 NOBODY = np.zeros((3, 1, 4), np.int64), np.zeros((3, 1))
 
 
@@ -169,7 +177,7 @@ def test_no_plan_has_rounds_that_take_longer_than_they_may():
     model = even_model(num_positions=8, parameter_mb=40, crossing_mb=0.1)
     hidden = [node(f"h{k}", 4000, is_reachable=False) for k in range(16)]
     swarm = swarm_of(*hidden, *[node(f"v{k}", 4000) for k in range(4)])
-    config = replace(SIMPLE, hub_bytes_per_second=2e7, averaging_share=0.5, clusters=14)
+    config = replace(SIMPLE, hub_bytes_per_second=2e7, averaging_share=0.5, clusters=14, mean=Mean.PLAIN)
     plans = [
         form_plan(model, swarm, replace(config, max_relayed_round_seconds=most), budget=SearchBudget(200))
         for most in (1e9, 20.0)

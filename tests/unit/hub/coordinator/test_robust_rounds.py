@@ -12,7 +12,6 @@ from ravnest.hub.coordinator.robust_rounds import (
     Suspicions,
     compare_clusters,
 )
-from ravnest.hub.coordinator.rounds import is_robust
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.protocol.averaging import (
     Pledge,
@@ -192,9 +191,9 @@ def test_what_members_say_and_monitors_conclude_is_in_the_log_as_it_was():
 
 
 def test_four_clusters_are_robust_by_themselves_and_three_if_asked():
-    assert is_robust(Mean.AUTO, 4, 4)
-    assert is_robust(Mean.AUTO, 4, 3), "one of the four is left out"
-    assert not is_robust(Mean.AUTO, 4, 2)
-    assert not is_robust(Mean.AUTO, 3, 3)
-    assert is_robust(Mean.ROBUST, 3, 3)
-    assert not is_robust(Mean.PLAIN, 9, 9)
+    assert Mean.AUTO.is_robust(4, 4)
+    assert Mean.AUTO.is_robust(4, 3), "one of the four is left out"
+    assert not Mean.AUTO.is_robust(4, 2)
+    assert not Mean.AUTO.is_robust(3, 3)
+    assert Mean.ROBUST.is_robust(3, 3)
+    assert not Mean.PLAIN.is_robust(9, 9)

@@ -218,6 +218,15 @@ def test_a_hearing_is_short_although_rounds_are_long():
     assert world.told(RoundEnded)[0].seconds == pytest.approx(135.0)
 
 
+@pytest.mark.parametrize(("foreseen", "deadline"), [(900.0, 3600.0), (6000.0, 7500.0), (1e6, 600.0)])
+def test_a_round_may_take_as_long_as_the_plan_says(foreseen, deadline):
+    world = clusters_of(2)
+    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=foreseen)
+    script(world, lambda world, name, order: (0.7, world.ready(name, order.round_id)))
+    run_rounds(world, 1)
+    assert opened(world)[0][0].deadline_seconds == deadline
+
+
 def test_who_is_cut_off_blames_others_and_is_not_believed():
     world = clusters_of(4)
     waits = {"a": None, "b": "a", "c": "b", "d": None}  # b is cut off: c waits for it, and it for a
