@@ -94,9 +94,8 @@ class Placement:
         self._plan: Plan | None = None
         self._rings_of: dict[NodeId, Rings] = {}  # by owner
         self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
-        self._owners_of: dict[
-            tuple[SegmentId, ...], tuple[Contact, ...]
-        ] = {}  # by rings, in one announcement
+        # Owners by rings, while many are told of the same; None: members may be others each time.
+        self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] | None = None
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -381,6 +380,7 @@ class Placement:
                 sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
             elif not member.build_id or name in was_busy or name in extras:
                 sends += self._order_spare(name, extras)
+        self._owners_of = None
         return sends
 
     def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
@@ -469,11 +469,13 @@ class Placement:
     def _owners(self, rings: Rings) -> tuple[Contact, ...]:
         """Return how all owners of some rings are reached: many nodes are in the same."""
         numbers = tuple(number for number, _ in rings)
-        if numbers not in self._owners_of:
-            owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
-            here = (self._contact(each) for each in owners if each in self.membership)
-            self._owners_of[numbers] = tuple(here)
-        return self._owners_of[numbers]
+        if self._owners_of is not None and numbers in self._owners_of:
+            return self._owners_of[numbers]
+        owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
+        found = tuple(self._contact(each) for each in owners if each in self.membership)
+        if self._owners_of is not None:
+            self._owners_of[numbers] = found
+        return found
 
     def _contact(self, name: NodeId) -> Contact:
         """Return how a member is reached; many are told the same."""
