@@ -348,13 +348,12 @@ class Placement:
 
     def _record_untried(self, plan: Plan) -> None:
         """Remember newcomers that are spares while clusters are built; others had their chance."""
-        is_building = any(each.phase is ClusterPhase.BUILDING for each in self._clusters)
-        spares = set(plan.spares)
-        if is_building:
-            known = self._untried | dict.fromkeys(x for x in plan.spares if x not in self._planned)
-            self._untried = {name: None for name in known if name in spares}
+        if any(each.phase is ClusterPhase.BUILDING for each in self._clusters):
+            known = [*self._untried, *(x for x in plan.spares if x not in self._planned)]
         else:
-            self._untried = {x: None for x in [*self._untried][_MOST_TRIED:] if x in spares}
+            known = [*self._untried][_MOST_TRIED:]
+        spares = set(plan.spares)
+        self._untried = dict.fromkeys(x for x in known if x in spares)
 
     def announce(
         self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
