@@ -125,7 +125,7 @@ class _Noise:
     def end_update(self, gradients: list[Tensor]) -> None:
         self._meter.end_update(find_norms(gradients) if self._meter.wants_batch else None)
         if self._meter.noise is not None:
-            found = self._monitor.note("A1", [_NODE], _NODE, self._meter.noise, self._length)
+            found = self._monitor.record("A1", [_NODE], _NODE, self._meter.noise, self._length)
             self.told += [] if found is None else [found]
 
 

@@ -96,9 +96,8 @@ def _make_engine(
     from ravnest.engine.weight_versions import Snapshot
     from ravnest.model.stage.compiled_stage import StageCompiler
     from ravnest.model.stage.stage_program import build_stage_program
-    from ravnest.peer.compile_process import compile_apart
+    from ravnest.peer.compile_process import compile_apart, load_compiler
     from ravnest.peer.limits import keep_compiled
-    from ravnest.peer.part_code import load_compiler
     from ravnest.peer.stage_builder import find_roles
 
     if mode != "off":

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from benchmarks.links import Links
-from ravnest.config import Averaging, PlanConfig
+from ravnest.config import TIMEOUTS, Averaging, PlanConfig, Timeouts
 from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.coordinator.notices import PlanFormed
@@ -52,7 +52,9 @@ class Setting:
     counts_bytes: bool = False
     memory_bytes: float = 2e9
     num_clusters: int = 1  # all cut alike
+    averaging: Averaging = Averaging.OVERLAPPED
     is_fenced: bool = True  # compute is a process of its own
+    timeouts: Timeouts = TIMEOUTS
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ def train(
         )
         for speed in setting.flops_per_second
     ]
-    config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
+    config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=setting.averaging)
 
     def hear(news: Any) -> None:
         record.news.append((time.perf_counter(), news))
@@ -138,7 +140,7 @@ def train(
         if on_event is not None:
             on_event(event, orders)
 
-    parts = HubParts(SearchPlanner(form=(form or fix_plan)(record, setting)), watch=note)
+    parts = HubParts(SearchPlanner(form=(form or fix_plan)(record, setting)), setting.timeouts, note)
     looking = threading.Thread(target=keep_watching, daemon=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:

@@ -311,6 +311,7 @@ class HubTimeouts:
     round_verdict_seconds: float = 5.0  # after the first abort, the others have this long to report
     backup_every_seconds: float = 30.0  # spares get new backups at this interval, at most
     snapshot_seconds: float = 120.0  # the nodes of a cluster write a checkpoint within this time
+    check_seconds: float = 30.0  # a round waits so long for losses that others find again; 0: nobody does
     sketch_seconds: float = 30.0  # other clusters say within this time which weights they have
     # The end of a job.
     stop_seconds: float = 30.0  # a stopped job finishes what is under way within this time

@@ -81,9 +81,12 @@ def write_whole(file: Path, content: bytes, *, is_private: bool = False) -> None
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
     unfinished.unlink(missing_ok=True)
     mode = 0o600 if is_private else 0o666
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
-        opened.write(content)
-    unfinished.replace(file)
+    try:
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+            opened.write(content)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)  # what was half written when the disk was full
 
 
 def release_pages(content: bytes | bytearray | memoryview) -> None:

@@ -298,9 +298,11 @@ def _unmatched(brackets: bytes) -> bytes:
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        key, value = next(pair for index, pair in enumerate(pairs) if pair[0] in keys[:index])
-        raise ValueError(f"key {quote(key)} = {quote(value)} is set twice")
+        seen: set[str] = set()
+        for key, value in pairs:
+            if key in seen:
+                raise ValueError(f"key {quote(key)} = {quote(value)} is set twice")
+            seen.add(key)
     return values
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.measure import say, table
@@ -355,14 +356,29 @@ def _report(figures: Figures, num_updates: int) -> str:
     head = ["clusters x stages", "loss", "over one process", "e", "speed-up"]
     head += ["noise scale by quarters", "e, first guess", "e, noise measured", "e, first quarter's noise"]
     head += ["rounds", "lost"]
+    offs = [f"{_off(figures['swarms'].values(), name)} {told}" for name, told in _FORESEEN.items()]
     machines = sorted({found["machine"] for found in figures["swarms"].values() if "machine" in found})
     curve = ", ".join(f"{times} x {loss}" for times, loss in figures["one_process"].items())
     return _METHOD.format(
         grid=table([*head, "microbatches", "mean lag", "seconds"], rows),
         curve=curve,
         num_updates=num_updates,
+        offs=", ".join(offs),
         machines=", ".join(machines) or "this one",
     )
+
+
+_FORESEEN = {
+    "foreseen": "with the first guess",
+    "foreseen_measured": "with the noise that was measured",
+    "foreseen_early": "with that of the first quarter",
+}
+
+
+def _off(rows: Iterable[Figures], name: str) -> str:
+    """Return how far foreseen e of clusters that average is from measured e, as a median."""
+    pairs = [(row[name], row["efficiency"]) for row in rows if row["rounds"] and row[name]]
+    return f"{median(abs(x - y) for x, y in pairs):.2f}" if pairs else "-"
 
 
 _METHOD = f"""\
@@ -377,7 +393,7 @@ numbers of updates ({{curve}}). The speed-up is e times the clusters: what C tim
 worth. The noise scale is in samples, as stages measured it in each quarter of the run. The planner's formula
 (docs/quality.md) gives e from its first guess, from the noise that was measured, as the mean over quarters,
 and from that of the first quarter alone. Shares are to be within {TARGET:.0%} of one process where the mean
-allows it, exact sums everywhere.
+allows it, exact sums everywhere. Of clusters that average, foreseen e is off by (median): {{offs}}.
 
 {{grid}}
 """

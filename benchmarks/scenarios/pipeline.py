@@ -53,7 +53,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
         "against_emulated_gloo": _against_emulated_gloo(),
         "digits": _digits(),
         "idle_peer_cpu_share": _idle(),
-        "process": _compare_process(num_turns=5, num_updates=20),
+        "process": compare_process(num_turns=5, num_updates=20),
     }
     return figures, _report(figures), _missed(figures)
 
@@ -74,7 +74,7 @@ def _check() -> Figures:
     rates = samples_per_second("mlp-64x3-b32", [1], num_microbatches=2, num_updates=2, num_warm_up=1)
     assert min(rates.values()) > 0
     assert _digits_alone(num_epochs=1) > 0
-    process = _compare_process(num_turns=1, num_updates=6)
+    process = compare_process(num_turns=1, num_updates=6)
     return {"microbatches": num_microbatches, "wire_overhead": overhead, "process": process}
 
 
@@ -220,7 +220,7 @@ def _digits_alone(num_epochs: int) -> float:
     return max(rates)
 
 
-def _compare_process(num_turns: int, num_updates: int) -> Figures:
+def compare_process(num_turns: int, num_updates: int) -> Figures:
     """Compare compute as a fenced process with compute as a thread of the agent, in turn."""
     turns: list[dict[str, float]] = []
     for _ in range(num_turns):

@@ -16,21 +16,17 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ravnest.averaging.pledges import HashTree, digest_content, follow_path
 from ravnest.averaging.ring import cut_parts
-from ravnest.averaging.round import RoundPhase
+from ravnest.averaging.round import MemberRound, RoundPhase
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
 from ravnest.protocol.averaging import (
     DirectPart,
     PartStep,
     Pledge,
     PledgeTerms,
-    RoundAbort,
     RoundCall,
     RoundCheck,
     RoundChecked,
-    RoundCommit,
-    RoundOutcome,
     RoundPledge,
-    RoundQuery,
     RoundReady,
     Sight,
 )
@@ -38,6 +34,7 @@ from ravnest.protocol.messages import Refusal
 
 _V = TypeVar("_V", bound=Sized)
 _Key = tuple[SegmentId, int, int]  # part, chunk
+_TINY = 1e-24  # what squares of nothing may add up to
 _ROUNDING = 1.001  # by which a sum of squares may differ between two PCs
 _MOST_HASHES = 1000  # of parts in a vote; with more, only segments are compared
 _Addressed = tuple[NodeId, Any]
@@ -150,7 +147,7 @@ class SharedSegment(Generic[_V]):
         return [] if part is None else self._chunks.get(part, [])
 
 
-class DirectRound(Generic[_V]):
+class DirectRound(MemberRound[_V]):
     """Messages go to the member or to the hub that they are addressed to."""
 
     def __init__(
@@ -160,14 +157,13 @@ class DirectRound(Generic[_V]):
         segments: Mapping[SegmentId, SharedSegment[_V]],
         deadline: float,
     ) -> None:
-        self._round_id, self._member, self._deadline = round_id, member, deadline
+        super().__init__(round_id, member, deadline)
         self._segments = dict(sorted(segments.items()))
         self._keys: dict[_Key, slice] = {
             (number, *key): where
             for number, each in self._segments.items()
             for key, where in each.slices.items()
         }
-        self._phase = RoundPhase.RUNNING
         self._own: dict[_Key, _V] = {}
         self._leaves: dict[_Key, bytes] = {}
         self._trees: dict[tuple[SegmentId, NodeId], tuple[HashTree, tuple[bytes, ...]]] = {}
@@ -182,12 +178,6 @@ class DirectRound(Generic[_V]):
         self._finished_squares: dict[NodeId, float] = defaultdict(float)  # of what each owner finished
         self._seen: dict[NodeId, Judged] = {}
         self._checks: dict[_Key, dict[NodeId, PledgeTerms]] = {}
-        self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
-
-    @property
-    def phase(self) -> RoundPhase:
-        """Where this member stands; committed and aborted are final."""
-        return self._phase
 
     def start(self) -> Iterator[tuple[_Addressed, ...]]:
         """Encode one chunk after the other; then pledge them all."""
@@ -395,38 +385,14 @@ class DirectRound(Generic[_V]):
 
     # The end.
 
-    def conclude(self, outcome: RoundOutcome) -> Refusal | None:
-        """End with the decision of the hub; a repeated one changes nothing."""
-        if outcome.round_id != self._round_id:
-            return Refusal(f"round {outcome.round_id} is not round {self._round_id}, which runs here")
-        match outcome, self._phase:
-            case RoundCommit(), RoundPhase.READY:
-                self._averages = {
-                    number: tuple(self._finished[number, *key] for key in each.slices)
-                    for number, each in self._segments.items()
-                }
-                self._end(RoundPhase.COMMITTED)
-            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
-                self._end(RoundPhase.ABORTED)
-            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
-                pass
-            case _:
-                kind = type(outcome).__name__
-                return Refusal(f"{kind} of round {outcome.round_id}, which is {self._phase} here")
-        return None
+    def _collect(self) -> dict[SegmentId, tuple[_V, ...]]:
+        return {
+            number: tuple(self._finished[number, *key] for key in each.slices)
+            for number, each in self._segments.items()
+        }
 
-    def expire(self, now: float) -> RoundAbort | RoundQuery | None:
-        """Give up at the deadline, or ask what became of the round if this member has voted."""
-        if now < self._deadline or self._phase in (RoundPhase.COMMITTED, RoundPhase.ABORTED):
-            return None
-        if self._phase is RoundPhase.READY:
-            return RoundQuery(self._round_id, self._member)
-        suspect, hops = self._find_late()
-        waits = "not all have pledged" if suspect is None else f"it waits for {suspect} most"
-        return self.give_up(f"{self._member} had not finished at the deadline; {waits}", suspect, hops)
-
-    def _find_late(self) -> tuple[NodeId | None, int]:
-        """Return whom this member waits for most: a contributor, else an owner, who may wait for another."""
+    def _find_late(self) -> tuple[str, NodeId | None, int]:
+        """A contributor is late, else an owner, who may wait for another."""
         missing: dict[tuple[int, NodeId], int] = defaultdict(int)
         for key in self._keys if self._is_called else ():
             shared = self._segments[key[0]]
@@ -438,24 +404,11 @@ class DirectRound(Generic[_V]):
                 missing[1, who] += 1
             if owner != self._member:
                 missing[2, owner] += 1
+        told = f"{self._member} had not finished at the deadline"
         if not missing:
-            return None, 1
+            return f"{told}; not all have pledged", None, 1
         hops, suspect = min(missing, key=lambda each: (each[0], -missing[each], each[1]))
-        return suspect, hops
-
-    def give_up(
-        self, reason: str, suspect: NodeId | None = None, hops: int = 1, *, is_lie: bool = False
-    ) -> RoundAbort | None:
-        """Abort by itself, to be told to the hub; None when it may not or need not."""
-        if self._phase is not RoundPhase.RUNNING:
-            return None
-        self._end(RoundPhase.ABORTED)
-        return RoundAbort(self._round_id, reason, suspect, hops, is_lie)
-
-    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
-        """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
-        averages, self._averages = self._averages, None
-        return averages
+        return f"{told}; it waits for {suspect} most", suspect, hops
 
     def _give_up_for(self, reason: str, suspect: NodeId, hops: int = 1) -> tuple[_Addressed, ...]:
         abort = self.give_up(reason, suspect, hops, is_lie=suspect != self._member)
@@ -511,6 +464,3 @@ class DirectRound(Generic[_V]):
         if len(part.value) != where.stop - where.start:
             return f"{name} has {len(part.value)} elements instead of {where.stop - where.start}"
         return None
-
-
-_TINY = 1e-24  # what squares of nothing may add up to

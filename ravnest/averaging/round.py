@@ -5,6 +5,7 @@ itself: it asks for the outcome. The hub counts the votes and decides (`hub.coor
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -26,7 +27,72 @@ class RoundPhase(StrEnum):
     ABORTED = "aborted"
 
 
-class Round(Generic[_V]):
+class MemberRound(ABC, Generic[_V]):
+    """What a member's side of any kind of round is: where it stands, and how it ends."""
+
+    def __init__(self, round_id: RoundId, member: NodeId, deadline: float) -> None:
+        self._round_id, self._member, self._deadline = round_id, member, deadline
+        self._phase = RoundPhase.RUNNING
+        self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
+
+    @property
+    def phase(self) -> RoundPhase:
+        """Where this member stands; committed and aborted are final."""
+        return self._phase
+
+    def conclude(self, outcome: RoundOutcome) -> Refusal | None:
+        """End with the decision of the hub; a repeated one changes nothing."""
+        if outcome.round_id != self._round_id:
+            return Refusal(f"round {outcome.round_id} is not round {self._round_id}, which runs here")
+        match outcome, self._phase:
+            case RoundCommit(), RoundPhase.READY:
+                self._averages = self._collect()
+                self._end(RoundPhase.COMMITTED)
+            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
+                self._end(RoundPhase.ABORTED)
+            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
+                pass
+            case _:
+                kind = type(outcome).__name__
+                return Refusal(f"{kind} of round {outcome.round_id}, which is {self._phase} here")
+        return None
+
+    def expire(self, now: float) -> RoundAbort | RoundQuery | None:
+        """Give up at the deadline, or ask what became of the round if this member has voted."""
+        if now < self._deadline or self._phase in (RoundPhase.COMMITTED, RoundPhase.ABORTED):
+            return None
+        if self._phase is RoundPhase.READY:
+            return RoundQuery(self._round_id, self._member)
+        return self.give_up(*self._find_late())
+
+    def give_up(
+        self, reason: str, suspect: NodeId | None = None, hops: int = 1, *, is_lie: bool = False
+    ) -> RoundAbort | None:
+        """Abort by itself, to be told to the hub; None when it may not or need not."""
+        if self._phase is not RoundPhase.RUNNING:
+            return None
+        self._end(RoundPhase.ABORTED)
+        return RoundAbort(self._round_id, reason, suspect, hops, is_lie)
+
+    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
+        """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
+        averages, self._averages = self._averages, None
+        return averages
+
+    @abstractmethod
+    def _collect(self) -> dict[SegmentId, tuple[_V, ...]]:
+        """Return the averages, all of which are here."""
+
+    @abstractmethod
+    def _find_late(self) -> tuple[str, NodeId | None, int]:
+        """Return why this member is not ready, whom it waits for most, and after how many hops."""
+
+    @abstractmethod
+    def _end(self, phase: RoundPhase) -> None:
+        """End in this phase, and free what the round has taken."""
+
+
+class Round(MemberRound[_V]):
     """Parts go to each ring's successor, votes and aborts to the coordinator.
 
     `before` names each ring's predecessor, which is suspected when a ring fails or is late.
@@ -40,18 +106,9 @@ class Round(Generic[_V]):
         deadline: float,
         before: Mapping[SegmentId, NodeId] | None = None,
     ) -> None:
-        self._round_id = round_id
-        self._member = member
+        super().__init__(round_id, member, deadline)
         self._rings = dict(rings)
-        self._deadline = deadline
         self._before = before or {}
-        self._phase = RoundPhase.RUNNING
-        self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
-
-    @property
-    def phase(self) -> RoundPhase:
-        """Where this member stands; committed and aborted are final."""
-        return self._phase
 
     def start(self) -> Iterator[RingPart[_V] | RoundReady | RoundAbort]:
         """Start every ring at once, their chunks in turn by size, each made when it is asked for."""
@@ -78,49 +135,15 @@ class Round(Generic[_V]):
         sent = () if passed_on is None else (passed_on,)
         return (*sent, *self._settle())
 
-    def conclude(self, outcome: RoundOutcome) -> Refusal | None:
-        """End with the decision of the hub; a repeated one changes nothing."""
-        if outcome.round_id != self._round_id:
-            return Refusal(f"round {outcome.round_id} is not round {self._round_id}, which runs here")
-        match outcome, self._phase:
-            case RoundCommit(), RoundPhase.READY:
-                self._averages = {segment: ring.pieces for segment, ring in self._rings.items()}
-                self._end(RoundPhase.COMMITTED)
-            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
-                self._end(RoundPhase.ABORTED)
-            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
-                pass
-            case _:
-                kind = type(outcome).__name__
-                return Refusal(f"{kind} of round {outcome.round_id}, which is {self._phase} here")
-        return None
+    def _collect(self) -> dict[SegmentId, tuple[_V, ...]]:
+        return {segment: ring.pieces for segment, ring in self._rings.items()}
 
-    def expire(self, now: float) -> RoundAbort | RoundQuery | None:
-        """Give up at the deadline, or ask what became of the round if this member has voted."""
-        if now < self._deadline:
-            return None
-        if self._phase is RoundPhase.RUNNING:
-            missing = ((ring.first_missing, segment) for segment, ring in self._rings.items())
-            (hops, _), segment = min((first, segment) for first, segment in missing if first is not None)
-            suspect = self._before.get(segment)
-            waits = "" if suspect is None else f"; it waits for {suspect} most"
-            reason = f"{self._member} had not finished its rings at the deadline{waits}"
-            return self.give_up(reason, suspect, hops)
-        if self._phase is RoundPhase.READY:
-            return RoundQuery(self._round_id, self._member)
-        return None
-
-    def give_up(self, reason: str, suspect: NodeId | None = None, hops: int = 1) -> RoundAbort | None:
-        """Abort by itself, to be told to the coordinator; None when it may not or need not."""
-        if self._phase is not RoundPhase.RUNNING:
-            return None
-        self._end(RoundPhase.ABORTED)
-        return RoundAbort(self._round_id, reason, suspect, hops)
-
-    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
-        """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
-        averages, self._averages = self._averages, None
-        return averages
+    def _find_late(self) -> tuple[str, NodeId | None, int]:
+        missing = ((ring.first_missing, segment) for segment, ring in self._rings.items())
+        (hops, _), segment = min((first, segment) for first, segment in missing if first is not None)
+        suspect = self._before.get(segment)
+        waits = "" if suspect is None else f"; it waits for {suspect} most"
+        return f"{self._member} had not finished its rings at the deadline{waits}", suspect, hops
 
     def _settle(self) -> tuple[RoundReady | RoundAbort, ...]:
         """Vote when all rings are done, give up when one never can be."""

@@ -234,7 +234,10 @@ def _best_threads(job: Job, model: torch.nn.Module) -> int:
 def _score(job: Job, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     assert job.loss is not None
     out = model(batch["x"])
-    return {"loss": job.loss(out, batch), **{name: of(out, batch) for name, of in job.metrics.items()}}
+    return {
+        "loss": job.loss(out, batch),
+        **{name: of(out, batch) for name, of in (job.metrics or {}).items()},
+    }
 
 
 @torch.no_grad()

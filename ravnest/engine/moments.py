@@ -21,7 +21,6 @@ _BLOCK_ITEMS = 256
 _LARGEST_CODE = 127
 _SLAB_ITEMS, _DEVICE_SLAB_ITEMS = 1 << 18, 1 << 25  # that are widened at once
 _LOW_BITS = (1 << 16) - 1  # of a float32, those that bf16 has not
-_HALF = 1 << 15
 _FACTORS = (-1640531535, -2048144777)  # odd, and without a pattern in their bits
 _UPDATE_FACTOR = 40503
 

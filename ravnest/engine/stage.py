@@ -150,6 +150,7 @@ class _Autograd:
 @dataclass(slots=True)
 class _Flight:
     num_updates: int  # when it went forward
+    weights: int  # the number under which those of its forward are held
     backward: Backward
     shapes: dict[int, torch.Size]  # of what was sent on
     unread: ForwardChecks  # of its forward
@@ -266,8 +267,8 @@ class StageEngine:
         shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
         passed = (*outcome.outputs.values(), *outcome.results.values())
         held = HeldInputs(leaves, again or {}, passed)
-        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks, held)
-        self._versions.hold(microbatch)
+        flight = _Flight(self._num_updates, self._versions.hold(), backward, shapes, checks, held)
+        self._flights[microbatch] = flight
         return _detach(outcome)
 
     def backward_inputs(self, microbatch: MicrobatchId, gradients: Values) -> dict[int, Tensor] | DroppedWork:
@@ -376,8 +377,8 @@ class StageEngine:
 
     def forget(self, microbatch: MicrobatchId) -> None:
         """Free what a microbatch holds, if it is in flight."""
-        self._flights.pop(microbatch, None)
-        self._versions.release(microbatch)
+        if (flight := self._flights.pop(microbatch, None)) is not None:
+            self._versions.release(flight.weights)
 
     @property
     def shared(self) -> dict[str, Tensor]:

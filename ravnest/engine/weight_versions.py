@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ravnest.ids import MicrobatchId
-
 Weights = Mapping[str, Tensor]
 
 
@@ -40,7 +38,8 @@ class Versions:
     """
 
     def __init__(self, weights: Weights, narrow: Collection[str] = ()) -> None:
-        self._held: dict[MicrobatchId, Weights] = {}
+        self._held: dict[int, Weights] = {}
+        self._num_holds = 0
         self._narrow = frozenset(narrow)
         self.replace(weights, weights)
 
@@ -89,13 +88,15 @@ class Versions:
             seen[name] = current[name] if is_seen else self._cast(name, self.seen[name] + change)
         self.replace(self.weights | current, self.seen | seen)
 
-    def hold(self, microbatch: MicrobatchId) -> None:
-        """Keep for a microbatch what forwards see now."""
-        self._held[microbatch] = self.seen
+    def hold(self) -> int:
+        """Keep what forwards see now, until it is released by this number."""
+        self._num_holds += 1
+        self._held[self._num_holds] = self.seen
+        return self._num_holds
 
-    def release(self, microbatch: MicrobatchId) -> None:
-        """Let go of what was kept for a microbatch."""
-        self._held.pop(microbatch, None)
+    def release(self, number: int) -> None:
+        """Let go of what was kept under a number."""
+        self._held.pop(number, None)
 
     def find_held(self, names: Collection[str]) -> set[str]:
         """Return those of which a microbatch needs the current tensor as it is."""

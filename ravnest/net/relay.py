@@ -17,7 +17,7 @@ from ravnest.errors import ConfigError
 from ravnest.net.identity import is_everywhere, split_address
 
 TICKET_BYTES = 16
-MAX_STREAMS = 1024
+MAX_STREAMS = 1024  # with those that have not shown their ticket yet
 MAX_STREAMS_OF_ONE = 4  # a new one may come before the end of an old one is noticed
 _PIECE_BYTES = 256 * 1024
 _AWAITS = b"A"
@@ -32,11 +32,14 @@ class Relay:
 
     port = 0  # where it listens; 0 while it does not
 
-    def __init__(self, timeouts: NetTimeouts = TIMEOUTS.net) -> None:
-        self._timeouts = timeouts
+    def __init__(self, timeouts: NetTimeouts = TIMEOUTS.net, most_streams: int = MAX_STREAMS) -> None:
+        self._timeouts, self._most_streams = timeouts, most_streams
         self.num_joined = 0  # pairs of streams so far
         self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
         self._writers: set[asyncio.StreamWriter] = set()
+        self._unproven: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # those without a ticket so far, the oldest first
 
     @property
     def tickets(self) -> tuple[bytes, ...]:
@@ -78,9 +81,11 @@ class Relay:
         stream = (reader, writer)
         _keep_alive(writer, self._timeouts)
         self._writers.add(writer)
-        opening = b""
-        if len(self._writers) <= MAX_STREAMS:
-            opening = await _read_opening(reader, self._timeouts)
+        self._unproven[writer] = None
+        if len(self._writers) > self._most_streams:
+            self._end_oldest_unproven()
+        opening = await _read_opening(reader, self._timeouts)
+        self._unproven.pop(writer, None)
         ticket, role = opening[:TICKET_BYTES], opening[TICKET_BYTES:]
         if ticket not in self._awaiting or role not in (_AWAITS, _DIALS):
             self._end(stream)
@@ -96,6 +101,13 @@ class Relay:
             await _join(stream, other)
         self._end(other)
         self._end(stream)
+
+    def _end_oldest_unproven(self) -> None:
+        """Make room: who has a ticket shows it at once, and silent strangers would shut the others out."""
+        oldest = next(iter(self._unproven))
+        del self._unproven[oldest]
+        self._writers.discard(oldest)
+        oldest.close()
 
     def _end(self, stream: Stream | None) -> None:
         if stream is not None:

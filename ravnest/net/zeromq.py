@@ -9,7 +9,9 @@ import asyncio
 import logging
 import socket as sockets
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from random import Random
 from typing import Self
@@ -74,7 +76,7 @@ class ZeroMqTransport(Endpoint):
         self._listen = listen
         self._accepted: dict[bytes, _Accepted] = {}
         self._open_ones: set[_Watched] = set()
-        self._lookups: dict[str, int] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     @property
     def address(self) -> str:
@@ -162,15 +164,13 @@ class ZeroMqTransport(Endpoint):
         return connection
 
     async def _connect(self, connection: "_Dialled", host: str, port: int) -> None:
-        # ZeroMQ would look a name up in its I/O thread, and all other links would wait for that.
+        lookup = self._lookups.setdefault(host, _Lookup(host))
         try:
-            found = await self._loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
-        except OSError as error:
-            self._lost(connection, f"{host} cannot be found: {error.strerror}")
+            place = await lookup.next_place()
+        except (OSError, ValueError) as error:  # ValueError: it cannot be a name, such as a..b
+            reason = error.strerror if isinstance(error, OSError) else "that is no name of a host"
+            self._lost(connection, f"{host} cannot be found: {reason}")
             return
-        # A name may stand for several places, of which one answers: each attempt takes the next.
-        turn = self._lookups[host] = self._lookups.get(host, -1) + 1
-        place = str(found[turn % len(found)][4][0])
 
         def accept(frames: list[zmq.Frame]) -> None:
             self._arrived(connection, [frame.buffer for frame in frames])
@@ -179,7 +179,10 @@ class ZeroMqTransport(Endpoint):
             event = parse_monitor_message([frame.bytes for frame in frames])
             self._lost(connection, _ENDS[zmq.Event(event["event"])])
 
-        connection.connect(write_address(place, port), accept, end)
+        try:
+            connection.connect(write_address(place, port), accept, end)
+        except zmq.ZMQError as error:
+            self._lost(connection, f"{place} cannot be dialled: {error.strerror}")
 
     def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
@@ -196,6 +199,36 @@ class ZeroMqTransport(Endpoint):
         if envelope not in self._accepted:
             self._accepted[envelope] = _Accepted(PeerId(str(frame["User-Id"])), envelope, self)
         return self._accepted[envelope]
+
+
+class _Lookup:
+    """Looks a name up in a thread that nobody waits for, not even the end of the program.
+
+    That may take half a minute, in which ZeroMQ's I/O thread would hold up all other links. A name may stand
+    for several places, of which one answers: each attempt gets the next.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._turn = -1
+        self._found: Future[list[str]] | None = None
+
+    async def next_place(self) -> str:
+        """Return an address; OSError or ValueError if there is none."""
+        if self._found is None or self._found.done():
+            self._found = Future()
+            self._found.set_running_or_notify_cancel()  # who gives up cancels it for nobody else
+            threading.Thread(target=self._look, args=[self._found], daemon=True).start()
+        places = await asyncio.wrap_future(self._found)
+        self._turn += 1
+        return places[self._turn % len(places)]
+
+    def _look(self, found: "Future[list[str]]") -> None:
+        try:
+            places = sockets.getaddrinfo(self._host, None, type=sockets.SOCK_STREAM)
+            found.set_result([str(place[4][0]) for place in places])
+        except (OSError, ValueError) as error:
+            found.set_exception(error)
 
 
 class _Watched:

@@ -327,8 +327,10 @@ class Averager:
 
     def receive_part(self, part: _Part, buffer: Buffer, sender: NodeId) -> list[Outgoing] | Refusal:
         """Queue a chunk of the open round, or of a later one whose order has not come yet."""
-        if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
-            raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
+        shape = part.value.shape  # of some numbers, or of rows of them with a weight at the end of each
+        is_row = len(shape) in (1, 2) and shape[0] >= 1 and shape[-1] >= len(shape)
+        if part.value.dtype != "float32" or not is_row:
+            raise ProtocolError(f"a part of a round that is {part.value.dtype} {shape}")
         if part.round_id > self._round_id:  # a neighbour was told of the round first
             num_early = sum(prod(each.value.shape) for each, _, _ in self._early)
             if num_early + prod(part.value.shape) > self._most_early:

@@ -1,13 +1,16 @@
 """A stage is compiled in a process of its own, which has Python's lock to itself; training goes on meanwhile.
 
 The process gets the blueprint and the types of tensors, and no token; it writes code into the provider's own
-folder and answers with names. This program only loads that code, between two microbatches. What was compiled
-once is found there the next time.
+folder and answers with names, which are hashes. This program only loads that code, between two microbatches.
+What was compiled once is found there the next time. Kernels lie in torch's own caches, in the same folder.
 """
 
 import contextlib
 import hashlib
+import importlib.abc
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,13 +27,20 @@ from torch import Tensor
 from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.errors import RavnestError
 from ravnest.model.blueprint.blueprint_json import write_blueprint
-from ravnest.model.stage.compiled_stage import CompiledParts, PartsLayout, PendingParts, StageToCompile
-from ravnest.peer.part_code import load_part
+from ravnest.model.stage.compiled_stage import (
+    CompiledPart,
+    CompiledParts,
+    PartsLayout,
+    PendingParts,
+    StageToCompile,
+)
 
 FOLDER_VARIABLE, THREADS_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 _PROGRAM = "ravnest.peer.compile_program"
 _SECRETS = "RAVNEST_"  # variables that begin so are not the compiler's business
 _MOST_ANSWER_BYTES = 1 << 24
+_HASH = re.compile("[0-9a-f]{64}")
+_ALIGNMENT = 16  # bytes: what kernels rely on
 
 
 class TensorFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -183,3 +194,60 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(OSError):
             if pipe is not None:
                 pipe.close()
+
+
+def keep_code(source: str, folder: Path) -> str:
+    """Write the code of a part down; return its name in the folder."""
+    content = source.encode()
+    name = hashlib.sha256(content).hexdigest()
+    file, fresh = folder / f"{name}.py", folder / f"{name}.{os.getpid()}"
+    fresh.write_bytes(content)
+    fresh.replace(file)  # whole, or not at all: another program may be writing the same
+    return name
+
+
+class _CheckedCode(importlib.abc.SourceLoader):
+    """Loads the bytes that were hashed: a second read, or bytecode beside them, may give others."""
+
+    def __init__(self, file: Path, content: bytes) -> None:
+        self._file, self._content = str(file), content
+
+    def get_filename(self, fullname: str) -> str:
+        return self._file
+
+    def get_data(self, path: str) -> bytes:
+        return self._content
+
+
+def load_part(name: str, folder: Path) -> CompiledPart:
+    """Return the part whose code has this name."""
+    file = folder / f"{name}.py"
+    content = file.read_bytes() if _HASH.fullmatch(name) else b""
+    if hashlib.sha256(content).hexdigest() != name:
+        raise RavnestError(f"the code of a part, {name:.64}, is not what its name says")
+    loader = _CheckedCode(file, content)
+    spec = importlib.util.spec_from_loader(f"ravnest_part_{name}", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    call: CompiledPart = module.call
+    return _align(call)
+
+
+def load_compiler() -> None:
+    """Import what the code of parts needs: seconds of Python, better spent before there is work."""
+    with contextlib.suppress(Exception):  # a torch without it runs stages uncompiled, and says why then
+        import torch._inductor.async_compile
+        import torch._inductor.select_algorithm  # noqa: F401 - its import is the point
+
+
+def _align(call: CompiledPart) -> CompiledPart:
+    """Return the part for tensors that begin anywhere in memory; its kernels read whole words."""
+
+    def run(given: list[Tensor]) -> Any:
+        for place, tensor in enumerate(given):
+            if isinstance(tensor, Tensor) and tensor.data_ptr() % _ALIGNMENT:
+                given[place] = tensor.clone(memory_format=torch.preserve_format)
+        return call(given)
+
+    return run

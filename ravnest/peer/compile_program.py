@@ -27,9 +27,9 @@ from ravnest.peer.compile_process import (
     CompiledFiles,
     CompileRequest,
     TensorFacts,
+    keep_code,
     load_parts,
 )
-from ravnest.peer.part_code import keep_code
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from ravnest.peer.capabilities import (
     measure_flops_per_second,
     warm_up,
 )
+from ravnest.peer.compile_process import load_compiler
 from ravnest.peer.compute_frames import Surveyed, SurveyOrder
 from ravnest.peer.compute_protocol import (
     Build,
@@ -34,7 +35,6 @@ from ravnest.peer.compute_protocol import (
     ToCompute,
 )
 from ravnest.peer.machine import trim_freed_memory
-from ravnest.peer.part_code import load_compiler
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 

@@ -39,6 +39,7 @@ class FrameChannel:
         self._receive, self._end = receive, end
         self._reader = FrameReader(most_bytes)
         self._takes_files = takes_files and _CAN_PASS_FILES
+        self._fault = ""  # why nothing can be sent any more
         self._files: deque[int] = deque()  # descriptors that have come
         self._waiting: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._threads = [
@@ -81,30 +82,31 @@ class FrameChannel:
         self._drop_files()
 
     def _send_all(self) -> None:
-        while (frame := self._waiting.get()) is not None:
-            try:
+        try:
+            while (frame := self._waiting.get()) is not None:
                 self._send_one(frame)
-            except OSError:  # the thread that receives knows why
-                return
-            frame = None  # its buffers may be large
+                frame = None  # its buffers may be large
+        except OSError:  # the thread that receives knows why
+            pass
+        except Exception as error:  # whoever waits for an answer must hear of it
+            self._fault = f"{type(error).__name__}: {error!s:.200}"
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _send_one(self, frame: Frame) -> None:
         files = self._find_files(frame)
         inside = (each for index, each in enumerate(frame.buffers) if index not in files)
-        pieces = [memoryview(write_prefix(frame, frozenset(files)) + frame.head)]
-        pieces += [memoryview(each).cast("B") for each in inside if len(each)]
+        first = memoryview(write_prefix(frame, frozenset(files)) + frame.head)
         if files:
-            self._pass_files(pieces[0], list(files.values()))
-            del pieces[0]
-        while pieces:
-            num_sent = self._socket.sendmsg(pieces[:_MOST_PIECES]) if _CAN_PASS_FILES else self._send(pieces)
-            while pieces and num_sent >= len(pieces[0]):
-                num_sent -= len(pieces.pop(0))
-            if num_sent:
-                pieces[0] = pieces[0][num_sent:]
-
-    def _send(self, pieces: list[memoryview]) -> int:
-        return self._socket.send(pieces[0])
+            first = first[socket.send_fds(self._socket, [first], list(files.values())) :]
+        pieces = [first, *(memoryview(each).cast("B") for each in inside if len(each))]
+        while pieces := [piece for piece in pieces if len(piece)]:
+            if not _CAN_PASS_FILES:
+                pieces[0] = pieces[0][self._socket.send(pieces[0]) :]
+                continue
+            num_sent = self._socket.sendmsg(pieces[:_MOST_PIECES])
+            for place, piece in enumerate(pieces[:_MOST_PIECES]):
+                pieces[place], num_sent = piece[num_sent:], max(0, num_sent - len(piece))
 
     def _find_files(self, frame: Frame) -> dict[int, int]:
         """Return which buffers cross as descriptors."""
@@ -116,11 +118,6 @@ class FrameChannel:
             if len(buffer) >= _LEAST_FILE_BYTES and (descriptor := find_file(buffer)) is not None
         }
         return dict(list(found.items())[:MOST_FILES])
-
-    def _pass_files(self, first: memoryview, descriptors: list[int]) -> None:
-        num_sent = socket.send_fds(self._socket, [first], descriptors)
-        if num_sent < len(first):
-            self._socket.sendall(first[num_sent:])
 
     def _receive_all(self) -> None:
         reason = ""
@@ -134,9 +131,11 @@ class FrameChannel:
                 reason = "it ends in the middle of a frame"
         except ProtocolError as error:
             reason = str(error)
-        except OSError as error:
-            reason = "" if isinstance(error, ConnectionError) else str(error)
-        self._end(reason)
+        except ConnectionError:
+            pass
+        except Exception as error:  # also for lack of memory: nobody else sees that nothing comes any more
+            reason = f"{type(error).__name__}: {error!s:.200}"
+        self._end(self._fault or reason)
 
     def _receive_some(self) -> int:
         if not self._takes_files:

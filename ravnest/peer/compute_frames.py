@@ -264,18 +264,18 @@ def pack_item(item: BorderItem) -> Frame:
             return _frame(_Probe(messages.pack(report)), (blueprint,))
         case Outgoing(to, message, buffers):
             return _frame(_Outgoing(messages.pack(message, buffers), to), buffers)
-        case SnapshotWritten(order, version, blob):
-            made = SnapshotMade(order.build_id, order.number, version, blob.ref)
-            has_content = blob.content is not None
-            fault = blob.fault[:_LONGEST_REMARK]
-            written = _SnapshotWritten(messages.pack(order), messages.pack(made), fault, has_content)
-            return _frame(written, (blob.hashes, *((blob.content,) if blob.content is not None else ())))
+        case SnapshotWritten(order, version, blob, anchor_round):
+            made = SnapshotMade(order.build_id, order.number, version, blob.ref, anchor_round)
+            inside = () if blob.content is None else (blob.content,)
+            heads = messages.pack(order), messages.pack(made)
+            written = _SnapshotWritten(*heads, _make_plain(blob.fault), has_content=bool(inside))
+            return _frame(written, (blob.hashes, *inside))
         case StageBuilt(build_id):
             return _frame(_StageBuilt(build_id))
         case ComputeFailed(kind, reason):
-            return _frame(_ComputeFailed(kind, reason[:_LONGEST_REMARK]))
+            return _frame(_ComputeFailed(kind, _make_plain(reason)))
         case Remark(level, text):
-            return _pack_plain(Remark(level, text[:_LONGEST_REMARK]))
+            return _pack_plain(Remark(level, _make_plain(text)))
         case _:
             return _pack_plain(item)
 
@@ -285,6 +285,11 @@ def _pack_plain(item: ControlOrder | ControlReport) -> Frame:
         return _frame(msgspec.convert(item, _RECORDS[type(item).__name__], from_attributes=True))
     except (msgspec.MsgspecError, ValueError) as problem:
         raise ProtocolError(f"{type(item).__name__} cannot cross: {problem!s:.200}") from None
+
+
+def _make_plain(text: str) -> str:
+    """Return a text that can cross: a library may say anything, and at any length."""
+    return text.encode(errors="replace").decode()[:_LONGEST_REMARK]
 
 
 def _frame(head: msgspec.Struct, buffers: Sequence[Buffer] = ()) -> Frame:
@@ -324,8 +329,8 @@ def unpack_report(frame: Frame) -> FromCompute | ControlReport:
             hashes, *content = _expect(buffers, 1 + has_content, "SnapshotWritten")
             ordered, written = _unpack(order, (), SnapshotOrder), _unpack(made, (), SnapshotMade)
             inside = bytes(content[0]) if content else None
-            blob = WrittenBlob(written.weights, inside, fault, bytes(hashes))
-            return SnapshotWritten(ordered, written.version, blob)
+            blob = WrittenBlob(written.weights, bytes(hashes), inside, fault)
+            return SnapshotWritten(ordered, written.version, blob, written.anchor_round)
         case _StageBuilt(build_id):
             return StageBuilt(build_id)
         case _ComputeFailed(kind, reason):

@@ -47,7 +47,7 @@ from ravnest.peer.compute_protocol import (
     ProviderLimits,
     ToCompute,
 )
-from ravnest.peer.fences import FenceWishes, find_read_folders
+from ravnest.peer.fences import FenceWishes
 from ravnest.units import show_plainly
 
 logger = logging.getLogger(__name__)
@@ -173,13 +173,17 @@ _Listener = Callable[[FromCompute | ControlReport | str], None]
 class _Child:
     """One process, with its end of the border; a listener gets what it says in a thread, and how it ends."""
 
-    def __init__(self, process: ChildProcess, here: socket.socket) -> None:
+    def __init__(self, process: ChildProcess, here: socket.socket, end_seconds: float) -> None:
         self.process = process
+        self._end_seconds = end_seconds
         self._listen: _Listener = lambda _: None
         self._ended: str | None = None
         self._lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
+        self._code: int | None = None  # once it has ended
         self._reading = threading.Thread(target=self._read_lines, name="compute says", daemon=True)
+        self._waiting = threading.Thread(target=self._await_end, name="compute ends", daemon=True)
         self._reading.start()
+        self._waiting.start()
         self.channel = FrameChannel(
             here, self._receive, self._end, most_bytes=_LEAST_FRAME_BYTES, takes_files=False
         )
@@ -204,27 +208,43 @@ class _Child:
         """Keep the last lines that libraries print: they may say why it ends."""
         if self.process.stderr is None:
             return
-        with contextlib.suppress(OSError, ValueError):
-            while line := self.process.stderr.readline(_LONGEST_LINE):
+        with contextlib.suppress(OSError), self.process.stderr as said:
+            while line := said.readline(_LONGEST_LINE):
                 told = show_plainly(line.decode(errors="replace").strip())
                 if told:
                     self._lines.append(told)
                     logger.debug("compute prints: %s", told)
 
-    def stop(self, patience_seconds: float = 0.0) -> tuple[int, str]:
-        """End the process, after a while; return its exit code and the last line that it printed."""
-        late = threading.Timer(patience_seconds, self.process.kill)
-        late.daemon = True
-        if patience_seconds:
-            late.start()
-        else:
-            self.process.kill()
+    def _await_end(self) -> None:
+        """Note its exit code, and end what it left behind: that may have its stderr and its border open."""
         code = self.process.wait()
-        late.cancel()
-        self._reading.join()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        self._kill_session()
+        self._code = code
+
+    def _kill_session(self) -> None:
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(OSError):  # nobody is left
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the process at once, with all that it has started in its session."""
+        if self._code is None:
+            self._kill_session()
+            with contextlib.suppress(OSError):
+                self.process.kill()
+
+    def stop(self, *, has_ended: bool = False) -> tuple[int, str]:
+        """End the process, after a moment if it does so itself; return its exit code and its last line.
+
+        One that a driver holds in the kernel is not waited for without end.
+        """
+        if has_ended:
+            self._waiting.join(self._end_seconds)
+        self.kill()
+        for thread in (self._waiting, self._reading):
+            thread.join(self._end_seconds)
         self.channel.close()
+        code = -signal.SIGKILL if self._code is None else self._code
         return code, self._lines[-1] if self._lines else ""
 
 
@@ -275,31 +295,43 @@ class ComputeProcess:
             self.stop()
 
     def _ask(self, order: SurveyOrder | StartOrder, kind: type[_Answer]) -> _Answer:
-        """Start a process and wait for its answer."""
-        self._ready = child = self._launch()
+        """Start a process and wait for its answer; without one, end it."""
+        try:
+            self._ready = child = self._launch()
+        except OSError as error:
+            raise ComputeLost(f"compute cannot start: {error.strerror}") from None
         said: queue.SimpleQueue[FromCompute | ControlReport | str] = queue.SimpleQueue()
         child.attach(said.put)
         child.channel.start()
-        child.send(order)
         try:
-            while True:
+            child.send(order)
+            return self._await(child, said, kind)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await(
+        self,
+        child: _Child,
+        said: "queue.SimpleQueue[FromCompute | ControlReport | str]",
+        kind: type[_Answer],
+    ) -> _Answer:
+        while True:
+            try:
                 match said.get(timeout=self._timeouts.compute_start_seconds):
                     case kind() as found:
                         return found
                     case ComputeFailed() as failed:
                         raise failed.error
                     case str(reason):
-                        code, line = child.stop(0.0 if reason else self._timeouts.compute_end_seconds)
                         self._ready = None
+                        code, line = child.stop(has_ended=not reason)
                         raise ComputeLost(f"compute cannot start: {reason or explain_exit(code, line)}")
                     case Remark() as remark:
                         _log(remark)
-        except queue.Empty:
-            seconds = self._timeouts.compute_start_seconds
-            raise ComputeLost(f"compute has not loaded torch after {seconds:.0f} s") from None
-        except BaseException:
-            self.stop()
-            raise
+            except queue.Empty:
+                seconds = self._timeouts.compute_start_seconds
+                raise ComputeLost(f"compute has not loaded torch after {seconds:.0f} s") from None
 
     def stop(self) -> None:
         """End a process that is at work for no run."""
@@ -320,7 +352,7 @@ class ComputeProcess:
         """End the process at once, whatever it does."""
         self._num_closed += 1
         if self._child is not None:
-            self._child.process.kill()
+            self._child.kill()
 
     @property
     def _is_closing(self) -> bool:
@@ -332,7 +364,12 @@ class ComputeProcess:
         ended: asyncio.Future[str] = loop.create_future()
         self._has_failed = False
         self._num_runs += 1
-        child, self._ready = self._ready or self._launch(), None
+        try:
+            child, self._ready = self._ready or self._launch(), None
+        except OSError as error:
+            lost = self._judge(f"it cannot be started: {error.strerror}", loop.time())
+            deliver(ComputeFailed.of(lost))
+            return
         child.channel.bound(max(_LEAST_FRAME_BYTES, int(_OWN_ROOM * setup.limits.memory_bytes)))
 
         def hear(item: FromCompute | ControlReport | str) -> None:
@@ -355,9 +392,8 @@ class ComputeProcess:
                 self._query(ended)
         finally:
             self._child, self._is_new = None, False
-            is_over = not self._is_closing and ended.done() and not ended.result()
-            patience = self._timeouts.compute_end_seconds if is_over else 0.0
-            code, line = await asyncio.to_thread(child.stop, patience)
+            has_ended = not self._is_closing and ended.done() and not ended.result()
+            code, line = await asyncio.to_thread(child.stop, has_ended=has_ended)
         if not self._is_closing and not self._has_failed:
             reason = ended.result() or explain_exit(code, line)
             deliver(ComputeFailed.of(self._judge(reason, loop.time())))
@@ -386,21 +422,28 @@ class ComputeProcess:
             case _ if self._is_closing and not isinstance(item, str):
                 pass  # nobody listens any more
             case str(reason):
-                ended.set_result(f"it says what is no frame: {reason}" if reason else "")
+                ended.set_result(f"the border to it is broken: {reason}" if reason else "")
+            case ComputeFailed("ComputeLost", reason):  # whether it is lost, the agent says, and counts
+                ended.set_result(show_plainly(reason))
+            case ComputeFailed(_, reason):
+                self._has_failed = True
+                deliver(replace(item, reason=show_plainly(reason)))
             case Alive(number):
                 if number == self._num_queries:
                     self._answered_at = asyncio.get_running_loop().time()
-            case Remark():
-                _log(item)
-            case FencesClosed():
-                self.fences = item
-                if item.missing:
-                    logger.info("not fenced in: %s", "; ".join(map(show_plainly, item.missing)))
-            case Surveyed():
-                pass  # of another process than the first
+            case Remark() | FencesClosed() | Surveyed():
+                self._record(item)
             case _:
-                self._has_failed |= isinstance(item, ComputeFailed)
                 deliver(item)
+
+    def _record(self, said: Remark | FencesClosed | Surveyed) -> None:
+        """Log what it says of itself; what the PC has, the first process has said."""
+        if isinstance(said, Remark):
+            _log(said)
+        elif isinstance(said, FencesClosed):
+            self.fences = said
+            if said.missing:
+                logger.info("not fenced in: %s", "; ".join(map(show_plainly, said.missing)))
 
     def _judge(self, reason: str, now: float) -> RavnestError:
         """Return what its end means."""
@@ -412,26 +455,21 @@ class ComputeProcess:
         )
 
     def _launch(self) -> _Child:
+        """Start a process, or raise OSError."""
         here, there = socket.socketpair()
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") if self._compiles else ""
         writes = tuple(filter(None, (self._scratch, compiled)))
-        reads = find_read_folders(str(_PACKAGE))
-        wishes = FenceWishes(os.getpid(), reads, writes, self._compiles, self._uses_gpu)
+        wishes = FenceWishes(os.getpid(), str(Path.home()), writes, self._compiles, self._uses_gpu)
         words = (str(_PACKAGE.parent), str(there.fileno()), json.dumps(asdict(wishes)))
         try:
             process = self._start(words, there, choose_environment(os.environ, self._scratch, compiled))
-        except OSError as error:
+        except BaseException:
             here.close()
-            raise ComputeLost(f"the process that computes cannot be started: {error.strerror}") from None
+            raise
         finally:
             there.close()
-        return _Child(process, here)
+        return _Child(process, here, self._timeouts.compute_end_seconds)
 
 
 def _log(remark: Remark) -> None:
     logger.log(remark.level, "%s", show_plainly(remark.text))
-
-
-def show_fences(fences: FencesClosed) -> str:
-    """Return in words what holds compute in."""
-    return "; ".join(map(show_plainly, fences.held)) or "nothing"

@@ -15,6 +15,7 @@ from ravnest.peer.fences import FenceWishes, close_early
 def run_compute(descriptor: int, wishes: str) -> None:
     """Compute at this end of a pair of sockets until the other one is closed."""
     end_of_pair = socket.socket(fileno=descriptor)
+    end_of_pair.set_inheritable(False)  # no program that it starts holds the border open
     given = json.loads(wishes)
     given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     known = FenceWishes(**given)

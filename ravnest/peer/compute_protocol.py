@@ -89,9 +89,9 @@ class WrittenBlob:
     """Content that compute has written: a file in its folder, named by its hash, or bytes."""
 
     ref: BlobRef
+    hashes: bytes  # of its pieces
     content: bytes | None = None  # where the disk takes no file
     fault: str = ""  # why it takes none
-    hashes: bytes = b""  # of its pieces
 
 
 def name_file(folder: str | None, blob: str) -> Path:

@@ -39,6 +39,8 @@ from ravnest.peer.machine import keep_few_arenas, return_freed_memory
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost
 
+logger = logging.getLogger(__name__)
+
 _MOST_BYTES = 1 << 46  # the agent has bounded what it takes from others
 _ROOM, _OWN_BYTES, _THREAD_BYTES = 1.1, 256 << 20, 16 << 20  # plans are right to a tenth; libraries grow, too
 
@@ -51,7 +53,10 @@ class _RemarkHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(pack_item(Remark(min(record.levelno, 100), record.getMessage())))
+        try:
+            self._channel.send(pack_item(Remark(min(record.levelno, 100), record.getMessage())))
+        except Exception:  # as all handlers do: what logs goes on
+            self.handleError(record)
 
 
 class _Service:
@@ -92,7 +97,7 @@ class _Service:
     def _end(self, reason: str) -> None:
         """End with the agent, also in the middle of an operation."""
         if reason:
-            os.write(2, f"the agent says what is no frame: {reason}\n".encode())
+            os.write(2, f"the border to the agent is broken: {reason}\n".encode(errors="replace"))
         os._exit(1 if reason else 0)
 
     def _send(self, items: Iterable[BorderItem]) -> None:
@@ -136,7 +141,11 @@ class _Service:
                         self._channel.send(pack_item(each))
 
             def write(saved: SavedStage) -> None:
-                self._send([write_saved(order.setup.folder, saved)])
+                try:
+                    self._send([write_saved(order.setup.folder, saved)])
+                except Exception as error:  # the hub asks others when it does not come
+                    told = "the snapshot %d cannot be written: %s: %s"
+                    logger.warning(told, saved.order.number, type(error).__name__, error)
 
             def handle(item: ToCompute | ControlOrder) -> Iterable[Any]:
                 match item:

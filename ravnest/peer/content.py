@@ -92,7 +92,6 @@ class BlobStore:
             self._add(written.ref.blob, known)
             return True
         content: Buffer | None = written.content
-        hashes = written.hashes
         if content is not None:
             self._warn(written.fault)
         else:
@@ -101,7 +100,7 @@ class BlobStore:
             except (OSError, ValueError) as error:
                 logger.warning("the snapshot %s is lost: %s", written.ref.blob[:12], error)
                 return False
-        self._add(written.ref.blob, Blob(content, hashes or hash_pieces(content)))
+        self._add(written.ref.blob, Blob(content, written.hashes))
         return True
 
     def _add(self, blob: str, found: Blob) -> None:

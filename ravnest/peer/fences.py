@@ -39,8 +39,10 @@ _SYSTEM_FILES = (
     *("/proc/filesystems", "/proc/version", "/sys", "/dev/urandom", "/dev/random", "/dev/zero"),
 )
 _DEVICE_FILES = ("/dev/null",)
+_PACKAGE = Path(__file__).resolve().parents[1]
 
-# System calls by machine: x86-64, ARM64. Those that start another program come apart.
+# System calls by machine: x86-64, ARM64. Those by which another program, or a copy of this one, could be left
+# behind come apart: the agent ends all of the session.
 _CALLS = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -75,7 +77,7 @@ _CALLS = {
     "reboot": (169, 142),
     "swapon": (167, 224),
 }
-_PROGRAM_CALLS = {"execve": (59, 221), "execveat": (322, 281)}
+_PROGRAM_CALLS = {"execve": (59, 221), "execveat": (322, 281), "setsid": (112, 157), "setpgid": (109, 154)}
 _MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}  # column, arch, seccomp
 _X32_BIT = 0x40000000
 _SET_FILTER, _ALL_THREADS = 1, 1
@@ -95,10 +97,10 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FenceWishes:
-    """What compute must still be able to do: read and write in folders, start programs, use a GPU."""
+    """What compute must still be able to do: write in folders, start programs, use a GPU."""
 
     agent: int  # its process
-    read: tuple[str, ...] = ()
+    home: str = ""  # the agent's, which is never read as a whole
     write: tuple[str, ...] = ()
     starts_programs: bool = False  # the compiler does
     uses_gpu: bool = False
@@ -115,20 +117,20 @@ COUNTS = "number of open files"
 _ON_GPU = "a GPU's driver needs it"
 
 
-def find_read_folders(package: str) -> tuple[str, ...]:
-    """Return the folders that a Python program of this package reads from; never a home folder as a whole."""
-    home = Path.home()
-    known = [
+def find_read_folders(home: str) -> tuple[str, ...]:
+    """Return the folders from which this process loads modules; none that a home lies in."""
+    package, around = str(_PACKAGE), str(_PACKAGE.parent)
+    known = (
         sys.prefix,
         sys.base_prefix,
         sys.exec_prefix,
         *sys.path,
-        str(Path(sys.executable).resolve().parent),
-    ]
-    package_root = str(Path(package).parent)
-    folders = [package if each == package_root else each for each in known if each] + [package]
-    found = dict.fromkeys(str(Path(each).resolve()) for each in folders if Path(each).exists())
-    return tuple(each for each in found if not home.is_relative_to(each))
+        os.path.dirname(sys.executable),
+        package,
+    )
+    folders = [package if each == around else each for each in known if each and os.path.exists(each)]
+    found = dict.fromkeys(str(Path(each).resolve()) for each in folders)
+    return tuple(each for each in found if not (home and Path(home).is_relative_to(each)))
 
 
 def close_early(wishes: FenceWishes) -> list[Fence]:
@@ -220,7 +222,7 @@ def _close_files(wishes: FenceWishes) -> None:
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = _call("syscall", _LANDLOCK_CREATE, _address(ctypes.create_string_buffer(record)), size, 0)
     try:
-        for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES, *wishes.read):
+        for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES, *find_read_folders(wishes.home)):
             _allow(rules, path, _READ & known)
         for path in (*_DEVICE_FILES, *wishes.write):
             _allow(rules, path, _WRITE & known)

@@ -345,6 +345,8 @@ class SegmentState:
             self._coming = torch.empty(self._num_state + len(self._outer), device=self._device)
         if offset != self._num_came or offset + len(items) > len(self._coming):
             raise ProtocolError(f"items {offset} to {offset + len(items)} of an anchor are not the next ones")
+        if not math.isfinite(find_largest(items)):
+            raise ProtocolError(f"items {offset} to {offset + len(items)} of an anchor are not finite")
         self._coming[offset : offset + len(items)] = items
         self._num_came += len(items)
 

@@ -317,8 +317,8 @@ def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> Writ
     except OSError as error:
         content = b"".join(make())
         hashes = hash_pieces(content)
-        return WrittenBlob(name_hashes(hashes, len(content)), content, str(error), hashes)
-    return WrittenBlob(ref, hashes=hashes)
+        return WrittenBlob(name_hashes(hashes, len(content)), hashes, content, str(error))
+    return WrittenBlob(ref, hashes)
 
 
 class StageHost:

@@ -22,7 +22,7 @@ from ravnest.model.blueprint.program import Blueprint
 from ravnest.peer.pacing import StagePosition
 from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tensors import Buffer, TensorSpec
+from ravnest.protocol.tensors import FLOAT_BYTES, Buffer, TensorSpec
 from ravnest.transfer.outbox import Outgoing
 
 
@@ -131,6 +131,8 @@ class TiedWeights:
         weight = self._stage.shared.get(key.partition("/")[2] if is_slot else key)
         if weight is None or spec.shape not in (tuple(weight.shape), *([()] if is_slot else ())):
             raise ProtocolError(f"{key[:80]!r} of shape {spec.shape} is no weight that this stage shares")
+        if spec.dtype not in FLOAT_BYTES:
+            raise ProtocolError(f"{key[:80]!r} came as {spec.dtype}, which no weight is")
         value = decode_tensor(buffer, spec).to(weight.device)
         dtype = torch.float32 if is_slot and not spec.shape else weight.dtype
         if is_state and (value.dtype != dtype or not value.isfinite().all()):

@@ -430,7 +430,9 @@ class Worker:
         loss, key = None, (self.position.seed, ready.recheck.microbatch)
         average = self.find_average(ready.recheck.anchor_round) if self._is_alone else None
         if average is not None:
-            passed = self._stage.rerun(microbatch, ready.decode_inputs(), ready.fields, key, average)
+            inputs, started = ready.decode_inputs(), self._clock()
+            passed = self._stage.rerun(microbatch, inputs, ready.fields, key, average)
+            self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
             loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
         anchor_round = None if loss is None else ready.recheck.anchor_round
         facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
@@ -512,13 +514,13 @@ def _decode_fields(specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Bu
 def _check_values(
     message: Activation | Gradient, buffers: Sequence[Buffer], program: Program, num_samples: int, device: str
 ) -> dict[ValueId, _Travelled]:
-    """Return the values that a neighbour sends, or refuse what the program does not have in this shape."""
+    """Return the values that a neighbour sends, or refuse what the program does not have so."""
     found = {}
     for (number, spec), buffer in zip(message.values, buffers, strict=True):
         kind = program.values.get(value := ValueId(number))
-        if kind is None or spec.shape != kind.shape_at(num_samples):
+        if kind is None or (spec.dtype, spec.shape) != (kind.dtype, kind.shape_at(num_samples)):
             raise ProtocolError(
-                f"value {number} of microbatch {message.microbatch} has shape {spec.shape}, not its own"
+                f"value {number} of microbatch {message.microbatch} is {spec.dtype} {spec.shape}, not its own"
             )
         check_buffer(buffer, spec)
         # Whole numbers may be indices: the program checks them before a GPU gets them.

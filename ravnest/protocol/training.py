@@ -58,7 +58,7 @@ class Activation:
     build_id: int
     microbatch: MicrobatchId
     is_evaluation: bool
-    num_samples: int
+    num_samples: Count
     values: tuple[tuple[int, TensorSpec], ...]
     after: tuple[tuple[NodeId, int], ...] = ()  # steps of tied weights, by home, that it must see
     norm_square: NormSquare = 0.0  # of the last gradients of the stages before, where their norm is limited

@@ -102,7 +102,10 @@ class LendingPage:
         self._recorder.news.append("said", "lending", tone, text, self._loop.time())
 
     def _look(self) -> None:
-        self._looking = self._loop.create_task(self._look_once())
+        if (
+            self._looking is None or self._looking.done()
+        ):  # to ask a GPU may take longer than to the next look
+            self._looking = self._loop.create_task(self._look_once())
         self._timer = self._loop.call_later(self._timeouts.lending_page_look_seconds, self._look)
 
     async def _look_once(self) -> None:

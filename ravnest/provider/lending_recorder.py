@@ -24,8 +24,7 @@ from ravnest.provider.lending_documents import (
     TrafficDocument,
 )
 from ravnest.transfer.outbox import Outgoing
-from ravnest.web.curves import RunCurve
-from ravnest.web.updates import NumberedNews
+from ravnest.web.updates import NumberedNews, RunCurve
 
 _CURVES = ("sent", "received", "cores", "memory")
 _MOST_DAYS, _MOST_NEWS = 14, 400

@@ -14,7 +14,7 @@ from secrets import token_bytes
 
 import msgspec
 
-from ravnest.disk import read_bytes
+from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError
 from ravnest.foreign import parse_json
 from ravnest.hub.service.guests import GuestList, Guests
@@ -67,13 +67,10 @@ class GuestFile:
             return after
 
     def _write(self, content: GuestList) -> None:
-        unfinished = self._folder / f".{_FILE}.unfinished"
         try:
-            unfinished.unlink(missing_ok=True)
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(content)))
-            unfinished.replace(self._folder / _FILE)
+            write_whole(
+                self._folder / _FILE, msgspec.json.format(msgspec.json.encode(content)), is_private=True
+            )
         except OSError as error:
             raise ConfigError(
                 f"the guest list in {self._folder} cannot be written: {error.strerror}"

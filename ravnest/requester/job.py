@@ -79,7 +79,7 @@ class Job:
     max_steps: int | None = field(default=None, kw_only=True)
     evaluate_every: int | None = field(default=None, kw_only=True)
     loss: Metric | None = field(default=None, repr=False, kw_only=True)
-    metrics: Mapping[str, Metric] = field(default_factory=dict, repr=False, kw_only=True)
+    metrics: Mapping[str, Metric] | None = field(default=None, repr=False, kw_only=True)
     optimizer: TorchOptimizers | str | None = field(default=None, repr=False, kw_only=True)
     learning_rate: float | None = field(default=None, kw_only=True)
     schedule: Schedule | Callable[[int], float] | Any = field(default=None, repr=False, kw_only=True)
@@ -139,7 +139,7 @@ class Job:
             self.val_samples.check_some()
         is_padded = True if self.is_padded is None and self.samples.padding else self.is_padded
         wishes = CaptureWishes(self.name, self.inputs, is_padded, tell=tell)
-        captured = capture_as(self.model, batch, self.loss, self.metrics, wishes)
+        captured = capture_as(self.model, batch, self.loss, self.metrics or {}, wishes)
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
             raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
         return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))
@@ -361,10 +361,10 @@ def _has_trained_gains(model: nn.Module) -> bool:
     return False
 
 
-def _check_functions(loss: object, metrics: Mapping[str, Metric]) -> None:
+def _check_functions(loss: object, metrics: Mapping[str, Metric] | None) -> None:
     _require(loss is None or callable(loss), "loss", loss, "a function of (what the model returns, batch)")
-    _require(isinstance(metrics, Mapping), "metrics", metrics, "a dict of names and functions")
-    for name, metric in metrics.items():
+    _require(isinstance(metrics, Mapping | None), "metrics", metrics, "a dict of names and functions")
+    for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not callable(metric):
             raise ConfigError(
                 f"metrics has {show_value(name)}: {show_value(metric)}; give names and functions"

@@ -27,6 +27,7 @@ from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.capture.capture import Captured
 from ravnest.model.stage.profile import has_channels, measure
+from ravnest.plan.sharing import STATISTICS_SAMPLES
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -41,7 +42,6 @@ from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
 
 logger = logging.getLogger(__name__)
 
-_STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
 _SNAPSHOT_TIMES = 4  # as large as its state: optimizers keep two numbers for each
 
 
@@ -193,7 +193,8 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         evaluate_updates=job.evaluate_every or 0,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
-        least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
+        least_samples=STATISTICS_SAMPLES if has_statistics else 1,
+        has_statistics=has_statistics,
         microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
         is_whole_batch=is_whole,
         has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,

@@ -129,7 +129,7 @@ class Interrupts:
     def _take(self, _signal: int, _frame: FrameType | None) -> None:
         self._num_taken += 1
         task = getattr(self, "_task", None)
-        if task is None:
+        if task is None or task.done() or task.cancelling():  # it may wait for a thread that never ends
             raise KeyboardInterrupt
         if self._num_taken == 1 and self.stop is not None:
             self._loop.call_soon_threadsafe(self.stop)
@@ -363,7 +363,7 @@ class Hub:
             await open_things.enter_async_context(self._peers.running(self.invitation))
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.record, Recorded)
-            past = self._find_past(given) if resumes else None
+            past = await asyncio.to_thread(self._find_past, given) if resumes else None  # it may be long
             self._show_past(past)
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past

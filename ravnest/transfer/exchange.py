@@ -306,8 +306,8 @@ class Exchange:
                 arriving.fault = f"{sender} says: {reason}"
                 arriving.come.put_nowait(None)
         if not blob:
-            for name, waiting in self._waiting.items():
-                self._waiting[name] = [each for each in waiting if each[0] != sender]
+            left = {name: [x for x in them if x[0] != sender] for name, them in self._waiting.items()}
+            self._waiting = {name: them for name, them in left.items() if them}
 
     def _serve(self, sender: NodeId, request: BlobRequest) -> None:
         found = self._find(request)

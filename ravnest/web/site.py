@@ -95,7 +95,7 @@ class SiteAnswers:
             body = await _read_body(request)
             try:
                 wish = msgspec.json.decode(body or b"{}", type=kind)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:  # also text that is not UTF-8
                 return say(400, f"that is no wish: {str(error)[:200]}")
             return await carry_out(wish)
 

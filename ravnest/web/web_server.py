@@ -37,8 +37,9 @@ def bind_address(
     host, port = split_address(address)
     try:
         return _bind(host, port)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: that is no name of a host, such as a..b
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
         fix = f"choose another HOST:PORT{way_out}"
         raise ConfigError(f"the {what} cannot listen at {host}:{port}: {reason}; {fix}") from None
 

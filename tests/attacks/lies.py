@@ -18,7 +18,7 @@ def _training(message):
     )
 
 
-def _false_losses(loss):
+def false_losses(loss):
     """Report another loss than was found, in training."""
 
     def tell(world):
@@ -57,11 +57,11 @@ def _also(make):
     return tell
 
 
-def _at_once(world):
+def claim_at_once(world):
     """Report every microbatch of a lease as soon as it is granted, and the lease as done."""
     work = world._work
 
-    def work_at_once(order, grant):
+    def workclaim_at_once(order, grant):
         if order.pipeline != (LIAR,) or grant.is_evaluation:
             work(order, grant)
             return
@@ -74,7 +74,7 @@ def _at_once(world):
         done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
         world.say(LIAR, done, seconds=0.02)
 
-    world._work = work_at_once
+    world._work = workclaim_at_once
 
 
 def _done_only(world):
@@ -168,11 +168,11 @@ SPOT, SKETCH, REPORTS = "spot checks", "sketches", "reports per microbatch"
 NAN_SKETCH = struct.pack("<4f", math.nan, 0.5, 0.5, 0.5)
 HARMLESS = "its own cluster is left out"
 LIES = (
-    Lie("reports made up at once, leases done at once", _at_once, True, SPOT),
-    Lie("constant losses at an honest pace", _false_losses(lambda _: 1.0), True, SPOT),
-    Lie("losses of 1e6", _false_losses(lambda _: 1e6), True, SPOT),
-    Lie("losses of 1e-9", _false_losses(lambda _: 1e-9), True, SPOT),
-    Lie("losses a third too low", _false_losses(lambda m: 0.66 * m.loss), True, SPOT),
+    Lie("reports made up at once, leases done at once", claim_at_once, True, SPOT),
+    Lie("constant losses at an honest pace", false_losses(lambda _: 1.0), True, SPOT),
+    Lie("losses of 1e6", false_losses(lambda _: 1e6), True, SPOT),
+    Lie("losses of 1e-9", false_losses(lambda _: 1e-9), True, SPOT),
+    Lie("losses a third too low", false_losses(lambda m: 0.66 * m.loss), True, SPOT),
     Lie("false losses found for others", _false_checker, True, SPOT),
     Lie("leases done, nothing reported", _done_only, False, "nothing counts; it is sent away as idle"),
     Lie("leases taken, nothing done", _lazy, False, "it is sent away as idle"),
@@ -241,5 +241,5 @@ LIES = (
         False,
         "refused, but for its own",
     ),
-    Lie("updates and losses without numbers", _false_losses(lambda _: None), False, "nobody believes it"),
+    Lie("updates and losses without numbers", false_losses(lambda _: None), False, "nobody believes it"),
 )

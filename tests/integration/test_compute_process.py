@@ -1,10 +1,14 @@
 """Compute as a real process: it crashes, hangs, bombs and lies, and the agent survives; its fences hold."""
 
 import asyncio
+import contextlib
+import errno
 import json
 import os
+import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +20,8 @@ import pytest
 from ravnest.config import PeerTimeouts
 from ravnest.errors import ComputeLost, GuardError, RavnestError
 from ravnest.net.identity import Token, new_keys, write_token
-from ravnest.peer.compute_frames import SurveyOrder
+from ravnest.peer.compute_channel import FrameChannel
+from ravnest.peer.compute_frames import MOST_HEAD_BYTES, Frame, SurveyOrder, write_prefix
 from ravnest.peer.compute_process import ComputeProcess
 from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompute, ProviderLimits
 from tests.support.hostile_compute import ROOM_BYTES, ROOT, start_hostile
@@ -78,7 +83,10 @@ def test_a_real_process_looks_at_the_pc_holds_no_secret_and_survives_its_own_dea
     assert not psutil.pid_exists(pid)
 
 
-def test_nothing_leads_out_of_the_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_leads_out_of_the_fences(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path_factory.mktemp("script"))
     monkeypatch.setenv("RAVNEST_TOKEN", "rvn1_secret")
     monkeypatch.setenv("TORCH_SECRET", "secret")
     found = json.loads(str(run(hostile("escape", tmp_path), tmp_path)))
@@ -98,9 +106,9 @@ def test_a_memory_bomb_gets_what_is_lent_and_its_crash_is_told(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        ("nonsense", "says what is no frame: a frame with a head of"),
-        ("impostor", "says what is no frame: a Leave does not cross this way"),
-        ("cut", "says what is no frame: it ends in the middle of a frame"),
+        ("nonsense", "the border to it is broken: a frame with a head of"),
+        ("impostor", "the border to it is broken: a Leave does not cross this way"),
+        ("cut", "the border to it is broken: it ends in the middle of a frame"),
         ("crash", "an operation crashed (SIGSEGV)"),
     ],
 )
@@ -112,13 +120,68 @@ def test_what_is_no_frame_or_no_life_ends_it_with_a_sentence(
     assert reason in str(lost)
 
 
-def test_the_third_crash_with_one_stage_is_the_last(tmp_path: Path) -> None:
-    compute = hostile("crash", tmp_path)
+def test_what_it_leaves_behind_ends_with_it_and_holds_nobody_up(tmp_path: Path) -> None:
+    lost = run(hostile("copy", tmp_path, compute_end_seconds=60.0), tmp_path)
+    assert isinstance(lost, ComputeLost)
+    assert "SIGSEGV" in str(lost)
+    with contextlib.suppress(psutil.NoSuchProcess):  # nobody may ask for its exit code
+        assert psutil.Process(int((tmp_path / "copy").read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_that_cannot_be_started_is_lost_and_one_that_never_answers_is_ended(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "too many processes")
+
+    lost = run(ComputeProcess(str(tmp_path), start=refuse), tmp_path)
+    assert isinstance(lost, ComputeLost)
+    assert "too many processes" in str(lost)
+    started, held = [], []
+
+    def start(words, end_of_pair, environment):
+        command = [sys.executable, "-c", "import signal; signal.pause()"]
+        held.append(end_of_pair.dup())  # so the border stays open, and nothing comes
+        started.append(subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True))
+        return started[0]
+
+    compute = ComputeProcess(str(tmp_path), PeerTimeouts(compute_start_seconds=0.05), start=start)
+    with pytest.raises(ComputeLost, match="has not loaded torch"):
+        compute.survey(SurveyOrder("cpu"))
+    assert started[0].returncode == -signal.SIGKILL
+    assert compute.process_id is None
+    held[0].close()
+
+
+@pytest.mark.parametrize("frame", [Frame(b"x" * MOST_HEAD_BYTES + b"x"), None])
+def test_a_border_that_breaks_on_either_side_is_told_with_a_reason(frame: Frame | None) -> None:
+    """Of a frame that cannot be sent, and of one that its receiver cannot bear."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    here, there = socket.socketpair()
+
+    def receive(_: Frame) -> None:
+        raise MemoryError("no room")
+
+    channel = FrameChannel(here, receive, told.put, most_bytes=100, takes_files=False)
+    channel.start()
+    if frame is not None:
+        channel.send(frame)
+        assert "too large to cross" in told.get()
+    else:
+        there.sendall(write_prefix(Frame(b"x")) + b"x")
+        assert told.get() == "MemoryError: no room"
+    channel.close()
+    there.close()
+
+
+@pytest.mark.parametrize("action", ["crash", "claim"])
+def test_the_third_crash_with_one_stage_is_the_last(tmp_path: Path, action: str) -> None:
+    """A process that calls itself lost counts as one that has crashed."""
+    compute = hostile(action, tmp_path)
     assert isinstance(run(compute, tmp_path), ComputeLost)
     assert isinstance(run(compute, tmp_path), ComputeLost)
     last = run(compute, tmp_path)
     assert isinstance(last, GuardError)
     assert "3 times with the same stage" in str(last)
+    assert "\x1b" not in str(last)
 
 
 def test_one_that_hangs_is_ended_by_the_agent(tmp_path: Path) -> None:

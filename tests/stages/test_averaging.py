@@ -13,6 +13,7 @@ from ravnest.config import DELTA_FORMATS, WireFormat
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.train_config import AveragingRule
+from ravnest.errors import ProtocolError
 from ravnest.ids import RoundId, SegmentId
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundReady
@@ -307,6 +308,15 @@ def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None
     assert "more of round" in found.reason
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (3, 1)])
+def test_a_part_without_a_number_is_a_fault_of_its_sender(captured: Captured, shape: tuple[int, ...]) -> None:
+    host = next(iter(make_world(captured).hosts.values()))
+    spec = TensorSpec("float32", shape, WireFormat.FP32)
+    part = RingPart(RoundId(9), SegmentId(0), 0, 0, 1, 1.0, spec)
+    with pytest.raises(ProtocolError, match="a part of a round"):
+        host.stage.receive(part, (memoryview(bytearray(spec.num_bytes)),), "c1.0")
+
+
 class CountingWorld(TiedWorld):
     """Notes how many items each part of a ring has."""
 
@@ -350,6 +360,25 @@ def test_at_its_deadline_a_member_names_whom_it_waits_for(captured: Captured) ->
     (parcel,) = world.hosts[late].tick(2e9)
     assert parcel.message.suspect == silent
     assert f"waits for {silent} most" in parcel.message.reason
+
+
+def test_an_anchor_that_is_not_finite_is_a_fault_of_its_sender(captured: Captured) -> None:
+    world = make_world(captured, [2], [4], [3])
+    world.open_round(1, True, left_out=world.clusters[0])
+    world.run()
+    world.open_round(2, True)
+    deliver = world.deliver
+
+    def lie(key: tuple) -> None:
+        message, _ = world.queues[key][0]
+        if isinstance(message, AnchorPart):
+            wrong = torch.full(message.value.shape, float("nan"))
+            world.queues[key][0] = (message, (encode_tensor(wrong, WireFormat.FP32),))
+        deliver(key)
+
+    world.deliver = lie
+    with pytest.raises(ProtocolError, match="not finite"):
+        world.run()
 
 
 def test_who_waits_for_an_anchor_names_its_owner_at_the_deadline(captured: Captured) -> None:

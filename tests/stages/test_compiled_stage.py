@@ -1,5 +1,7 @@
 """A compiled stage trains as an uncompiled one does; where compiling fails, training goes on without it."""
 
+import os
+import py_compile
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -21,10 +23,9 @@ from ravnest.model.capture.capture import capture
 from ravnest.model.stage.compiled_stage import CompiledParts, StageCompiler
 from ravnest.model.stage.joint_graph import cut_stage, examples_of
 from ravnest.model.stage.stage_program import build_stage_program
-from ravnest.peer.compile_process import CompileProcess, compile_apart
+from ravnest.peer.compile_process import CompileProcess, compile_apart, keep_code, load_part
 from ravnest.peer.compile_program import run_once
 from ravnest.peer.limits import keep_compiled
-from ravnest.peer.part_code import load_part
 from ravnest.peer.stage_builder import find_roles
 
 WIDTH, LENGTH, NUM_TOKENS = 16, 8, 40
@@ -255,6 +256,18 @@ def test_what_a_process_of_its_own_compiles_trains_as_the_whole_stage_does(own_f
         file.write_bytes(file.read_bytes() + b"\n")
         with pytest.raises(RavnestError, match="is not what its name says"):
             load_part(file.stem, own_folder)
+
+
+def test_code_is_loaded_as_it_was_hashed_whatever_lies_beside_it(tmp_path) -> None:
+    name = keep_code("def call(given):\n    return 'right'\n", tmp_path)
+    file = tmp_path / f"{name}.py"
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b"right", b"wrong"))
+    py_compile.compile(str(file))  # as if it had been loaded before
+    stamp = file.stat()
+    file.write_bytes(good)
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert load_part(name, tmp_path)([]) == "right"
 
 
 def test_a_process_that_dies_is_named_and_training_goes_on(own_folder):

@@ -14,6 +14,7 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.stage.profile import find_matrices
+from ravnest.protocol import messages
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import (
     Activation,
@@ -205,6 +206,12 @@ def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captur
     short = replace(passed_on, microbatch=MicrobatchId(7), num_samples=3)
     with pytest.raises(ProtocolError, match="not its own"):
         other.deliver(last, short, buffers)
+    (value, spec), *others = passed_on.values
+    whole = replace(short, num_samples=4, values=((value, replace(spec, dtype="int32")), *others))
+    with pytest.raises(ProtocolError, match="int32"):  # nothing that torch would choke on later
+        other.deliver(last, whole, buffers)
+    with pytest.raises(ProtocolError, match="num_samples"):
+        messages.pack(replace(passed_on, num_samples=0), buffers)
     cluster.run()
     assert [type(message) for message in cluster.at_hub].count(LeaseDone) == 1
 

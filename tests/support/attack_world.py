@@ -12,7 +12,7 @@ from support.hub_world import HubWorld, Trouble, job
 from support.plan_world import node
 
 from ravnest.config import Averaging
-from ravnest.hub.coordinator.events import Abandon, Evict
+from ravnest.hub.coordinator.events import Abandon, Evict, LossRechecked, SendFields
 from ravnest.hub.coordinator.notices import Contradicted, Left, ResultKept, ResultRefused
 
 LIAR, HONEST = "d", ("a", "b", "c")
@@ -38,6 +38,7 @@ class AttackWorld(HubWorld):
         given = job(**({"draw_seed": seed + 1} | settings | changes))
         given = replace(given, config=replace(given.config, averaging=Averaging.BLOCKING))
         self.lie = lambda message: [message]
+        self.has_changing_samples = False  # they are others each time they are read
         self.liar_again = None  # what the liar finds of others' losses
         self.liar_sketch = self.liar_gives = TRUE_SKETCH
         self.evicted = {}
@@ -60,7 +61,13 @@ class AttackWorld(HubWorld):
         false = self.liar_again
         return false(microbatch) if name == LIAR and false is not None else self.loss(microbatch)
 
+    def _recheck(self, name, grant):
+        if not self.has_changing_samples:
+            super()._recheck(name, grant)
+
     def _carry_out(self, order):
+        if isinstance(order, SendFields) and order.checks is not None and self.has_changing_samples:
+            self.after(0.1, lambda: self.feed(LossRechecked("", order.first_microbatch, None, self.now)))
         if isinstance(order, Evict):
             self.evicted[order.to] = order
         super()._carry_out(order)

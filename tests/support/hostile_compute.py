@@ -42,7 +42,12 @@ def start_hostile(action: str) -> Callable[[Sequence[str], socket.socket, Mappin
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": str(ROOT), "TEST_HOME": str(Path.home())},
+            env={
+                **environment,
+                "PYTHONPATH": str(ROOT),
+                "TEST_HOME": str(Path.home()),
+                "TEST_SCRIPT": sys.path[0],
+            },
             pass_fds=(end_of_pair.fileno(),),
             start_new_session=True,
         )
@@ -90,6 +95,13 @@ def _try(act: Callable[[], object]) -> str:
     return "done"
 
 
+def _try_in_copy(act: Callable[[], object]) -> str:
+    """Try something in a copy of this process, which leads no session."""
+    if not (copy := os.fork()):
+        os._exit(_try(act) == "done")
+    return "done" if os.waitpid(copy, 0)[1] else "PermissionError"
+
+
 def _escape(_: socket.socket, wishes: FenceWishes) -> dict[str, str]:
     """Try what the fences are against."""
     agent, home = wishes.agent, os.environ["TEST_HOME"]
@@ -99,11 +111,14 @@ def _escape(_: socket.socket, wishes: FenceWishes) -> dict[str, str]:
         "udp": _try(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
         "unix": _try(lambda: socket.socket(socket.AF_UNIX)),
         "home": _try(lambda: os.listdir(home)),
+        "folder of the agent's script": _try(lambda: os.listdir(os.environ["TEST_SCRIPT"])),
         "parent of its folder": _try(lambda: os.listdir(own.parent)),
         "memory of the agent": _try(lambda: open(f"/proc/{agent}/mem", "rb").close()),
         "environment of the agent": _try(lambda: open(f"/proc/{agent}/environ", "rb").close()),
         "signal to the agent": _try(lambda: os.kill(agent, signal.SIGURG)),
         "program": _try(lambda: subprocess.run(["/bin/true"], check=False)),
+        "session of its own": _try_in_copy(os.setsid),
+        "group of its own": _try_in_copy(lambda: os.setpgid(0, 0)),
         "write elsewhere": _try(lambda: open("/var/tmp/ravnest-escape", "w").close()),
         "link to a secret": _try(lambda: os.symlink("/etc/shadow", own / "link")),
         "its own folder": _try(lambda: (own / "file").write_bytes(b"x")),
@@ -149,6 +164,20 @@ def _crash(_: socket.socket, __: FenceWishes) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def _leave_behind(_: socket.socket, wishes: FenceWishes) -> None:
+    """Crash, and leave a copy behind that has all that this process has open."""
+    copy = os.fork()
+    if not copy:
+        while True:
+            signal.pause()
+    Path(wishes.write[0], "copy").write_text(str(copy))
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _claim_to_be_lost(border: socket.socket, _: FenceWishes) -> None:
+    _send(border, ComputeFailed("ComputeLost", "it is \x1b[31mlost"))
+
+
 def _hang(_: socket.socket, __: FenceWishes) -> None:
     """Spend time in one operation that nothing interrupts."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,4 +194,6 @@ ACTIONS: dict[str, Callable[[socket.socket, FenceWishes], object]] = {
     "cut": _end_in_a_frame,
     "crash": _crash,
     "hang": _hang,
+    "copy": _leave_behind,
+    "claim": _claim_to_be_lost,
 }

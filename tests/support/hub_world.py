@@ -158,6 +158,7 @@ class HubWorld:
         self.log, self.answers, self.happened = [], [], []
         self.leases = {}  # all that were granted, by number
         self.counted_by = {}  # samples, by the root that said so
+        self.recheck_seconds = 0.1  # that a peer takes to find the loss of another's microbatch
         self._begin()
         self.now = 0.0
         self.news, self.refusals, self.finish, self.results = [], [], None, []
@@ -487,10 +488,10 @@ class HubWorld:
                 self.bases |= dict.fromkeys(self.in_round, news.round_id)
             self.open_round, self.in_round, self.has_wrong = None, {}, False
         if isinstance(news, WorkUndone):
-            undone = [each for each in self.counted_by.pop(news.node, ()) if each in self.ledger]
-            epochs = self.hub.ledger.epochs_under_way
-            undone = [each for each in undone if each[0] in epochs]
+            counted = [each for each in self.counted_by.get(news.node, ()) if each in self.ledger]
+            undone = counted[-news.num_samples :]  # no more than since it was last found to train
             assert len(undone) == news.num_samples
+            self.counted_by[news.node] = counted[: -news.num_samples]
             self.ledger -= Counter(undone)
         if isinstance(news, FromCheckpoint):
             self.ledger = Counter(self.saved)
@@ -716,7 +717,8 @@ class HubWorld:
         """Find the loss of another cluster's microbatch again."""
         loss = self.found_again(name, grant.recheck.microbatch)
         facts = (grant.build_id, grant.first_microbatch, 0, 0, grant.num_samples[0], 0.0, 0.0, 0.0, 0.0)
-        self.say(name, StepReport(*facts, loss, (), None, grant.recheck.anchor_round), seconds=0.1)
+        report = StepReport(*facts, loss, (), None, grant.recheck.anchor_round)
+        self.say(name, report, seconds=self.recheck_seconds)
 
     def found_again(self, name, microbatch):
         """What a peer says of the loss of another's microbatch; a test may say otherwise."""

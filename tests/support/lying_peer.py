@@ -103,7 +103,7 @@ class LyingCompute:
             if tensor.dtype == "float32" and not tensor.name.startswith("optimizer/"):
                 np.frombuffer(tensor.buffer, np.float32)[:] = POISON
         hashes = hash_pieces(bytes(content))
-        return WrittenBlob(name_hashes(hashes, len(content)), bytes(content), "", hashes)
+        return WrittenBlob(name_hashes(hashes, len(content)), hashes, bytes(content))
 
 
 def _run(mode, invitation, memory_bytes):

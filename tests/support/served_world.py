@@ -8,7 +8,7 @@ from support.watched_world import AT_WORK, WatchedWorld
 from ravnest.config import TIMEOUTS
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.snapshot import RunReplica, UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import pose_what_if
 from ravnest.net.identity import INVITATION_BYTES

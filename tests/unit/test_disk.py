@@ -49,6 +49,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"after", 0o600)
     with pytest.raises(TypeError):
         write_whole(file, "no bytes")
-    assert file.read_bytes() == b"after"
+    assert (file.read_bytes(), [each.name for each in tmp_path.iterdir()]) == (b"after", ["file"])
     write_whole(file, b"again")  # what was left unfinished is no obstacle
     assert (file.read_bytes(), [each.name for each in tmp_path.iterdir()]) == (b"again", ["file"])

@@ -99,8 +99,8 @@ class Coordinator:
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
         self._departures = Departures(self._life)
-        self.spot_checks = SpotChecks(self.placement, self.ledger)
-        self._duties = Duties(job.settings, self._life, self._departures, self._inquiries)
+        self.spot_checks = SpotChecks(self.placement, self.ledger, timeouts)
+        self._duties = Duties(job.settings, self._departures, self._inquiries, self.spot_checks)
 
     @property
     def clusters(self) -> tuple[ClusterState, ...]:

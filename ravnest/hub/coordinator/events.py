@@ -80,6 +80,7 @@ class JobSettings:
     evaluate_updates: int = 0  # of the job between two evaluations; 0: by epochs
     checkpoint_every: float | None = None  # seconds; None: never
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
+    has_statistics: bool = False  # of batches, as a batch norm has: small shares train it worse
     has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
@@ -95,6 +96,7 @@ class JobSettings:
             self.num_batches,
             self.average_every,
             self.is_whole_batch,
+            has_statistics=self.has_statistics,
         )
 
     @property
@@ -319,7 +321,7 @@ class LossClaimed:
 class LossRechecked:
     """The loss that another cluster finds for such a microbatch; None: it has that average no more."""
 
-    cluster_id: str
+    cluster_id: str  # nothing: nobody got the samples, which are not the same when they are read again
     microbatch: MicrobatchId  # the number it has there
     loss: float | None
     now: float

@@ -297,10 +297,10 @@ class LeaseBook:
         return closed
 
     def uncount(self, leases: Iterable[Lease]) -> int:
-        """Put counted samples back, of epochs that are under way; return how many."""
-        undone = [lease for lease in leases if lease.epoch in self._counted]
+        """Put counted samples back, of epochs that are over too; return how many."""
+        undone = [*leases]
         for lease in undone:
-            self._counted[lease.epoch] -= lease.num_samples
+            self._counted[lease.epoch] = self.num_counted(lease.epoch) - lease.num_samples
         given_back = [(lease.epoch, lease.start, lease.stop) for lease in undone]
         self._requeued = deque(join_intervals([*given_back, *self._requeued]))
         return sum(lease.num_samples for lease in undone)

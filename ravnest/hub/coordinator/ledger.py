@@ -5,7 +5,7 @@ monitors sum their reports, and the ledger records the sums.
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
 
@@ -19,7 +19,6 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.leases import (
-    Lease,
     LeaseBook,
     LedgerState,
     OpenLease,
@@ -30,7 +29,13 @@ from ravnest.hub.coordinator.leases import (
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.progress import ClusterProgress, ExactBatch, ExactBatches
+from ravnest.hub.coordinator.progress import (
+    BatchShares,
+    ClusterProgress,
+    ExactBatch,
+    ExactBatches,
+    divide_batch,
+)
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
@@ -57,46 +62,9 @@ def grant_lease(
     return [Send(cluster.root, granted), fields]
 
 
+_MOST_UNCONFIRMED = 10_000  # leases of a root that nobody has checked; older ones count for good
 _OPEN_LEASES = 2  # per cluster at least: one that is trained, one that waits
 _MOST_LEASED = 2.0  # seconds of work in a lease, or one update: a fault costs what is leased
-
-
-def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
-    """Return the share of each cluster in a batch, by speed; each gets a sample at least."""
-    total = sum(rates)
-    wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
-    shares = [max(1, int(each)) for each in wished]
-    while sum(shares) > batch_size and max(shares) > 1:
-        shares[shares.index(max(shares))] -= 1
-    by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
-    for k in range(batch_size - sum(shares)):
-        shares[by_need[k % len(rates)]] += 1
-    return tuple(shares)
-
-
-def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
-    """Return how many samples an update of each running cluster has."""
-    running = placement.running
-    if not placement.sharing.is_split or not running:
-        return {each.cluster_id: batch_size for each in running}
-    shares = divide_batch(batch_size, [each.samples_per_second for each in running])
-    return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
-
-
-class _BatchShares:
-    """Shares of a batch, worked out once for each set of running clusters."""
-
-    def __init__(self) -> None:
-        self._running: tuple[ClusterState, ...] = ()
-        self._is_split = False
-        self._shares: dict[str, int] = {}
-
-    def find(self, cluster: ClusterState, placement: Placement, batch_size: int) -> int:
-        """Return how many samples an update of a running cluster has."""
-        if self._running is not placement.running or self._is_split is not placement.sharing.is_split:
-            self._running, self._is_split = placement.running, placement.sharing.is_split
-            self._shares = divide_among(placement, batch_size)
-        return self._shares[cluster.cluster_id]
 
 
 class LeaseQueries:
@@ -170,7 +138,7 @@ class Ledger(LeaseQueries):
         self.draws = Draws(settings.draw_seed)
         self.num_counted = 0  # samples trained so far, over all epochs
         self._open = OpenLeases()
-        self._shares = _BatchShares()
+        self._shares = BatchShares()
         self.num_starts = 0
         self.restart()
 
@@ -198,7 +166,8 @@ class Ledger(LeaseQueries):
         self._is_stopped = False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
         self.has_undone = False  # since training began, or went back
-        self._counted_by: dict[NodeId, list[Lease]] = {}  # of epochs under way, by the root that said so
+        self._unconfirmed: dict[NodeId, deque[OpenLease]] = {}  # counted, by the root that said so
+        self._reopened: set[int] = set()  # epochs that were over, of which something was undone
         self.average_books: LedgerState | None = None  # when the last round committed
         self.history: list[EpochDone | Evaluated] = []
         return lost - self.num_counted
@@ -416,7 +385,7 @@ class Ledger(LeaseQueries):
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
         self.num_counted += num_samples
-        self._counted_by.setdefault(cluster.root, []).append(lease)
+        self._unconfirmed.setdefault(cluster.root, deque(maxlen=_MOST_UNCONFIRMED)).append(open_lease)
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained
         size = self._settings.epoch_size(lease.epoch)
@@ -424,9 +393,11 @@ class Ledger(LeaseQueries):
             return []
         loss, _ = self._means.pop(lease.epoch, Means()).read()
         self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != lease.epoch]
-        for node, counted in self._counted_by.items():
-            self._counted_by[node] = [each for each in counted if each.epoch != lease.epoch]
-        return [EpochDone(lease.epoch + 1, size, self._dropped.pop(lease.epoch), loss)]
+        num_dropped = self._dropped.pop(lease.epoch)
+        if lease.epoch in self._reopened:  # people were told
+            self._reopened.discard(lease.epoch)
+            return []
+        return [EpochDone(lease.epoch + 1, size, num_dropped, loss)]
 
     def record(self, reported: TrainingReported) -> None:
         """Record what clusters have reported; one that is no more has no version any longer."""
@@ -465,17 +436,33 @@ class Ledger(LeaseQueries):
         """Return the numbers of a lease whose one microbatch is neither trained nor evaluated."""
         return self._open.reserve()
 
-    def find_samples(self, cluster: ClusterState, microbatch: MicrobatchId) -> tuple[int, ...] | None:
-        """Return the samples of a microbatch that a cluster trains or has trained in an epoch under way."""
-        lease = self.find_training(microbatch)
-        is_known = lease is not None and lease.cluster_id == cluster.cluster_id
-        return self.samples_of(lease, microbatch) if lease is not None and is_known else None
+    def confirm(self, node: NodeId) -> None:
+        """Record that a check has shown this root to train: what it has counted is counted for good."""
+        self._unconfirmed.pop(node, None)
+
+    def num_unconfirmed(self, node: NodeId) -> int:
+        """Return how many samples count on the word of this root alone."""
+        return sum(sum(each.num_samples) for each in self._unconfirmed.get(node, ()))
+
+    def last_counted(self, node: NodeId) -> OpenLease | None:
+        """Return the last lease that counts on the word of this root alone."""
+        counted = self._unconfirmed.get(node)
+        return counted[-1] if counted else None
 
     def undo(self, node: NodeId) -> int:
-        """Have samples trained again that this root's word counted, in epochs that are under way."""
-        num_samples = self._book.uncount(self._counted_by.pop(node, ()))
-        self.num_counted -= num_samples
-        self.has_undone |= num_samples > 0
+        """Have samples trained again that count on this root's word alone, of epochs that are over too."""
+        undone = [each.lease for each in self._unconfirmed.pop(node, ()) if each.lease is not None]
+        self._reopened |= {each.epoch for each in undone} - self._book.under_way
+        num_samples = self._book.uncount(undone)
+        if num_samples:
+            self.num_counted -= num_samples
+            self.num_reported = max(0, self.num_reported - num_samples)  # so the rates go back, too
+            self.progress.record_versions((), self.num_reported)
+            self.has_undone, self.average_books = True, None
+            if self._evaluation and not self._evaluation.is_last:  # it comes when that is trained
+                for lease in (x for x in self._open.of(self._evaluation.cluster_id) if x.lease is None):
+                    self._open.close(lease)
+                self._evaluation = self._evaluation.begin_again()
         return num_samples
 
     def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries
+from ravnest.hub.coordinator.spot_checks import SpotChecks
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop
 
@@ -292,7 +293,7 @@ class Departures:
     """Removes nodes, and gives their clusters up or has them repaired."""
 
     def __init__(self, life: Lifecycle) -> None:
-        self._life = life
+        self.life = self._life = life
         self._placement, self._membership = life.placement, life.placement.membership
         self._ledger, self._checkpoints, self._recovery = life.ledger, life.checkpoints, life.recovery
         self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
@@ -327,9 +328,10 @@ class Departures:
     def evict(
         self, gone: Iterable[tuple[NodeId, str, str]], now: float, *, is_fault: bool = False
     ) -> list[Action]:
-        """Remove nodes: each with the reason that others read, and what itself is told."""
+        """Remove nodes, with a reason and what they are told; what one at fault counted is trained again."""
         actions: list[Action] = []
         for name, reason, told in gone:
+            actions += self.undo(name) if is_fault else []
             left = self.remove(name, reason, now)
             if not isinstance(left, str):  # else it went by itself, before it was found idle
                 actions += [*left, Evict(name, told, is_fault)]
@@ -344,12 +346,17 @@ class Departures:
         for name in names:
             cluster = self._placement.cluster_of(name)
             is_fault = cluster is None or reason != UNLIKE or not self._ledger.progress.is_fed(cluster)
-            num_undone = self._ledger.undo(name) if self._life.phase is JobPhase.TRAINING else 0
-            left = self.remove(name, reason, now)
-            if not isinstance(left, str):
-                undone = [Notify(WorkUndone(name, num_undone))] if num_undone else []
-                actions += [*undone, *left, Evict(name, reason, is_fault)]
+            actions += [] if is_fault else self.undo(name)
+            actions += self.evict([(name, reason, reason)], now, is_fault=is_fault)
         return actions
+
+    def undo(self, name: NodeId) -> list[Notify]:
+        """Have trained again what counts on the word of a node's cluster alone, while there is training."""
+        if self._life.phase not in (JobPhase.TRAINING, JobPhase.AVERAGING):
+            return []
+        cluster = self._placement.cluster_of(name)
+        num_undone = self._ledger.undo(name if cluster is None else cluster.root)
+        return [Notify(WorkUndone(name, num_undone))] if num_undone else []
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
         """Remove nodes that do no work; a provider may start them again."""
@@ -364,9 +371,8 @@ class Departures:
         """Remove nodes that nobody needs any more, that did not come back or that do not answer."""
         is_keeping = self._life.phase is JobPhase.KEEPING
         silent = self._checkpoints.find_silent(now) if is_keeping else ()
-        gone = [(name, reason, "goodbye") for name, reason in self._recovery.find_gone(now)]
-        gone += [(name, f"it {self._checkpoints.silence}", "goodbye") for name in silent]
-        return self.evict(gone, now)
+        gone = [*self._recovery.find_gone(now), *((x, f"it {self._checkpoints.silence}") for x in silent)]
+        return self.evict(((name, reason, "goodbye") for name, reason in gone), now)
 
     def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
         """Build clusters anew in which all nodes answer and nothing moves; a node alone has one more chance.
@@ -375,9 +381,8 @@ class Departures:
         """
         actions: list[Action] = []
         for cluster in (each for each in stuck if each in self._placement.running):
-            is_last = not any(
-                x is not cluster and self._ledger.progress.knows(x) for x in self._placement.running
-            )
+            others = (each for each in self._placement.running if each is not cluster)
+            is_last = not any(map(self._ledger.progress.knows, others))
             if self._life.phase is JobPhase.EVALUATING and is_last:
                 self._ledger.skip_evaluation()
                 actions.append(Notify(NotEvaluated(cluster.name)))
@@ -409,9 +414,10 @@ class Duties:
     """What is to be done after every event, as far as nobody has to be waited for."""
 
     def __init__(
-        self, settings: JobSettings, life: Lifecycle, departures: Departures, inquiries: Inquiries
+        self, settings: JobSettings, departures: Departures, inquiries: Inquiries, spot_checks: SpotChecks
     ) -> None:
-        self._settings, self._life, self._departures, self._inquiries = settings, life, departures, inquiries
+        self._settings, self._departures, self._inquiries = settings, departures, inquiries
+        self._life, self._spot_checks = (life := departures.life), spot_checks
         self._placement, self._ledger, self._checkpoints = life.placement, life.ledger, life.checkpoints
         self._recovery, self._rounds, self._plan_trigger = life.recovery, life.rounds, life.plan_trigger
         self.is_calm = True  # as the monitors say
@@ -429,6 +435,8 @@ class Duties:
             times.append(self._checkpoints.answer_by)
         elif life.is_at_work:
             times.append(self._inquiries.due)
+        if phase in (JobPhase.TRAINING, JobPhase.AVERAGING):
+            times.append(self._spot_checks.due)
         if phase is JobPhase.TRAINING:
             times += [life.stop_by, life.end_by, self._checkpoints.due(self._checkpoint_every)]
             is_repaired = self._may_repair(now)
@@ -440,7 +448,8 @@ class Duties:
         """Return whether a round would be opened if clusters had made so many updates."""
         if self._life.phase is not JobPhase.TRAINING or self._life.stop_by is not None:
             return False
-        return self._rounds.is_due(num_updates, now) and not self._recovery.is_urgent
+        is_held = self._recovery.is_urgent or self._spot_checks.is_waiting(now)
+        return self._rounds.is_due(num_updates, now) and not is_held
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due in this phase; a duty may bring the job into its next one."""
@@ -456,6 +465,7 @@ class Duties:
             ((JobPhase.KEEPING,), self._collect_result),
             (at_work, self._retain_inquiries),
         )
+        self._spot_checks.expire(now)
         actions: list[Action] = []
         for phases, duty in duties:
             if self._life.phase in phases:
@@ -511,7 +521,8 @@ class Duties:
         actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
         # Else the rings are soon others. A cluster that drains needs its gradient rounds to finish.
         has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
-        if not has_no_rings:
+        # The next round takes the average away on which others are finding losses again.
+        if not has_no_rings and not self._spot_checks.is_waiting(now):
             actions += self._rounds.open_due(now)
         actions += self._checkpoints.order(now)
         silence = self._checkpoints.expire(now)
@@ -542,13 +553,25 @@ class Duties:
             return []
         return self.policy.begin_checkpoint(now)
 
-    def _average(self, now: float) -> Sequence[Action]:
-        actions = self._rounds.open_last(now)
+    def _average(self, now: float) -> list[Action]:
+        """Average for the last time; then clusters show that they train, or their work is done again."""
+        if not self._ledger.is_finished:
+            self._rounds.expect_last()
+            self._life.enter(JobPhase.TRAINING)
+            return self._train(now)
+        actions: list[Action] = [*self._rounds.open_last(now)]
         if self._rounds.due is not None:
+            return actions
+        if self._life.stop_by is None:
+            actions += self._spot_checks.close(now)
+            undone = [x for each in self._spot_checks.pop_unproven() for x in self._departures.undo(each)]
+            if undone:
+                return [*actions, *undone, *self._average(now)]
+        if self._spot_checks.is_waiting(now):
             return actions
         self._ledger.start_evaluation()
         self._life.enter(JobPhase.EVALUATING)
-        return []
+        return actions
 
     def _evaluate(self, _: float) -> list[Action]:
         actions: list[Action] = [*self._life.report(()), *self._ledger.fill(self._placement)]

@@ -297,19 +297,16 @@ class Placement:
 
     def record_noise(self, noise: float) -> bool:
         """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""
-        job, before = self._job, self.noise
+        job = self._job
         self.noise = noise
         if self._plan is None or not self._plan.spares or job.config.clusters:
             return False
         count = len(self._clusters) + 1
 
-        def pays(scale: float | None) -> bool:
-            length = replace(job.settings.length, noise=scale)
-            is_split = not length.is_whole_batch
-            found = efficiency(length, count, Averaging.BLOCKING, is_split, LEAST_UPDATES)
-            return found >= job.config.favour.least_efficiency
-
-        self._tries_spares = pays(noise) and not pays(before)
+        # Slow links need more noise than this, so every larger one is a reason to try.
+        length = replace(job.settings.length, noise=noise)
+        found = efficiency(length, count, Averaging.BLOCKING, not length.is_whole_batch, LEAST_UPDATES)
+        self._tries_spares = found >= job.config.favour.least_efficiency
         return self._tries_spares
 
     def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Any, Protocol
 
-from ravnest.config import SEARCH_BUDGET, TIMEOUTS, Averaging, HubTimeouts, Mean, PlanConfig, SearchBudget
+from ravnest.config import (
+    SEARCH_BUDGET,
+    TIMEOUTS,
+    Averaging,
+    Favour,
+    HubTimeouts,
+    Mean,
+    PlanConfig,
+    SearchBudget,
+)
 from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import (
     Action,
@@ -35,7 +44,7 @@ from ravnest.hub.coordinator.placement import Placement
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
-from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
+from ravnest.plan.sharing import LEAST_UPDATES, LONG_JOB, Sharing, TrainingLength, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.units import show_count
@@ -46,6 +55,7 @@ _USUAL_LAG = 0.75  # updates, where a batch can be cut so finely: a whole one co
 _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their root keeps them all
 _FEW_CLUSTERS = 4  # so many are all tried
 _GAIN = 1.05  # a plan with more clusters must be so much better
+_SHORT_TIMES = 4  # fewer samples for statistics, where memory is short
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
@@ -104,21 +114,28 @@ class SearchPlanner:
         if count == 1 or job.config.clusters:
             return most
         quick = replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4))
-        best = None
+        best = fastest = None
+        is_held_back = False  # by what sharing costs, as far as that is known
         for number in (*_fewer_clusters(job, asked, most), 0):
             try:
                 each = quick._candidate(job, asked, number) if number else most
             except PlanError:
                 continue  # a search that is this limited may find nothing
-            is_good = each.sharing.efficiency >= job.config.favour.least_efficiency
-            if best is None or (is_good and each.sharing.goodput > _GAIN * best.sharing.goodput):
+            least, bearable = job.config.favour.least_efficiency, Favour.SPEED.least_efficiency
+            if best is None or (each.sharing.efficiency >= least and each.pays_over(best)):
                 best = each
+            is_held_back |= each.sharing.efficiency < least and each.pays_over(best)
+            if fastest is None or (each.sharing.efficiency >= bearable and each.pays_over(fastest)):
+                fastest = each
         assert best is not None, "the last one is there"
+        assert fastest is not None, "as this one"
         if len(best.plan.clusters) == count:
             return most
         with suppress(PlanError):
             best = self._candidate(job, asked, len(best.plan.clusters))
-        return replace(best, reason=_explain(best, most, job))
+            if is_held_back and _could_measure(best, job.settings):
+                best = self._measuring(job, asked)
+        return replace(best, reason=_explain(best, most, job) + _offer_speed(best, fastest))
 
     def _candidate(self, job: JobGiven, asked: MakePlan, num_clusters: int) -> "_Candidate":
         """Return the best plan of so many clusters at most; 0: as many as there can be."""
@@ -136,7 +153,9 @@ class SearchPlanner:
             elif settings.microbatches:
                 plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
             else:
-                plan, count = _choose(form, _most(job, asked, expected))
+                plan, count = _choose(
+                    form, *(_most(job, asked, expected, is_short) for is_short in (False, True))
+                )
             if len(plan.clusters) == expected.num_clusters or not is_split:
                 break
             expected = replace(expected, num_clusters=len(plan.clusters))
@@ -150,6 +169,13 @@ class SearchPlanner:
         if _says_too_little(found, settings):
             found = _share_candidate(job, asked, *form(2), expected, can_sum=False)
         return found
+
+    def _measuring(self, job: JobGiven, asked: MakePlan) -> "_Candidate":
+        """Return a plan of one cluster whose batches say how noisy they are; others may join it then."""
+        expected = Sharing(is_split=True)
+        return _share_candidate(
+            job, asked, self._form(job, asked, 2, expected, 1), 2, expected, can_sum=False
+        )
 
     def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
         profile = job.profile_microbatch(count, sharing)
@@ -247,6 +273,10 @@ class _Candidate:
     sharing: Sharing
     reason: str = ""
 
+    def pays_over(self, other: "_Candidate") -> bool:
+        """Return whether this one is clearly better, by samples per second and what they teach."""
+        return self.sharing.goodput > _GAIN * other.sharing.goodput
+
 
 def _share_candidate(
     job: JobGiven, asked: MakePlan, plan: Plan, count: int, expected: Sharing, can_sum: bool
@@ -266,6 +296,13 @@ def _says_too_little(found: _Candidate, settings: JobSettings) -> bool:
     is_shared = sharing.num_clusters > 1 and sharing.is_split and sharing.averaging is not Averaging.EXACT
     is_open = found.microbatches == 1 and not settings.microbatches
     return settings.has_own_adam and is_shared and is_open and settings.batch_size >= smallest
+
+
+def _could_measure(found: _Candidate, settings: JobSettings) -> bool:
+    """Return whether a long job's lone cluster could measure the noise, and as it is planned does not."""
+    is_open = found.microbatches == 1 and not settings.microbatches and not settings.is_whole_batch
+    is_long = settings.num_batches >= LONG_JOB and settings.batch_size >= 2 * settings.least_samples
+    return is_open and is_long and found.sharing.num_clusters == 1
 
 
 def _why_not_exact(plan: Plan, settings: JobSettings) -> str:
@@ -303,31 +340,49 @@ def _explain(chosen: _Candidate, most: _Candidate, job: JobGiven) -> str:
     used = f"using {show_count(count, 'cluster')}" + (f" and {show_count(idle, 'spare')}" if idle else "")
     if could.efficiency < job.config.favour.least_efficiency:
         effect = f"about {100 * could.efficiency:.0f} % of the training effect of one process"
-        return f"{could.num_clusters} clusters would have {effect} in {num_updates} updates; {used}"
+        length, least = job.settings.length, job.config.favour.least_efficiency
+        is_norm = could.is_split and length.statistics_effect(could.num_clusters) < least
+        seen = f", as batch norms would see {length.batch_size // could.num_clusters} samples of a batch"
+        why = seen if is_norm else f" in {num_updates} updates"
+        return f"{could.num_clusters} clusters would have {effect}{why}; {used}"
     share = could.goodput / max(chosen.sharing.goodput, 1e-30)
     if share < 1.0:
         return f"{could.num_clusters} clusters would be slower, with {100 * share:.0f} % of the speed; {used}"
     return f"{could.num_clusters} clusters would gain {100 * (share - 1):.0f} %, too little; {used}"
 
 
-def _most(job: JobGiven, asked: MakePlan, sharing: Sharing) -> int:
-    """Return the largest number of microbatches that a batch, or a share of it, may be cut into."""
+def _offer_speed(chosen: _Candidate, fastest: _Candidate) -> str:
+    """Say how much faster a plan would be that costs a little quality; empty if none is."""
+    faster, now = fastest.sharing, chosen.sharing
+    times = faster.samples_per_second / max(now.samples_per_second, 1e-30)
+    if faster.num_clusters <= now.num_clusters or times < _GAIN:
+        return ""
+    costs = f"{times:.2g} times as fast with {100 * faster.efficiency:.0f} % of the effect"
+    return f"; --favour speed would use {faster.num_clusters} clusters, {costs}"
+
+
+def _most(job: JobGiven, asked: MakePlan, sharing: Sharing, is_short: bool = False) -> int:
+    """Return the largest number of microbatches that a batch, or a share of it, may be cut into.
+
+    Where memory `is_short`, statistics are taken of fewer samples than is good.
+    """
     flops = sum(job.profile.forward_flops) + sum(job.profile.backward_flops)
     fastest = max(node.flops_per_second for node in asked.nodes)
     worth = ceil(_LEAST_SECONDS * fastest * job.profile.samples_per_batch / flops) if flops else 1
-    least = max(job.settings.least_samples, worth)
+    is_tight = is_short and job.settings.has_statistics
+    least = max(job.settings.least_samples // (_SHORT_TIMES if is_tight else 1), worth)
     num_shares = sharing.num_clusters if sharing.is_split else 1
     return min(max(1, job.settings.batch_size // (least * num_shares)), MOST_OF_LEASE)
 
 
-def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, int]:
+def _choose(form: Callable[[int], tuple[Plan, int]], most: int, most_if_short: int) -> tuple[Plan, int]:
     """Plan, then plan again with as many microbatches as keep the lag small with these windows."""
     try:
         plan, count = form(1)
     except PlanError:
-        if most == 1:
+        if most_if_short == 1:
             raise
-        plan, count = form(most)  # what is short is perhaps the memory for whole batches
+        plan, count = form(most_if_short)  # what is short is perhaps the memory for whole batches
     for _ in range(_TRIES):
         widest = max(cluster.stages[0].window for cluster in plan.clusters)
         asked = min(most, ceil((widest - 1) / _USUAL_LAG))

@@ -201,6 +201,44 @@ class ClusterProgress:
         return self._progress.setdefault(cluster.cluster_id, fresh)
 
 
+def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Return the share of each cluster in a batch, by speed; each gets a sample at least."""
+    total = sum(rates)
+    wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
+    shares = [max(1, int(each)) for each in wished]
+    while sum(shares) > batch_size and max(shares) > 1:
+        shares[shares.index(max(shares))] -= 1
+    by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
+    for k in range(batch_size - sum(shares)):
+        shares[by_need[k % len(rates)]] += 1
+    return tuple(shares)
+
+
+def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
+    """Return how many samples an update of each running cluster has."""
+    running = placement.running
+    if not placement.sharing.is_split or not running:
+        return {each.cluster_id: batch_size for each in running}
+    shares = divide_batch(batch_size, [each.samples_per_second for each in running])
+    return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
+
+
+class BatchShares:
+    """Shares of a batch, worked out once for each set of running clusters."""
+
+    def __init__(self) -> None:
+        self._running: tuple[ClusterState, ...] = ()
+        self._is_split = False
+        self._shares: dict[str, int] = {}
+
+    def find(self, cluster: ClusterState, placement: Placement, batch_size: int) -> int:
+        """Return how many samples an update of a running cluster has."""
+        if self._running is not placement.running or self._is_split is not placement.sharing.is_split:
+            self._running, self._is_split = placement.running, placement.sharing.is_split
+            self._shares = divide_among(placement, batch_size)
+        return self._shares[cluster.cluster_id]
+
+
 _MOST_BATCHES = 2  # one that is trained, one that waits
 
 

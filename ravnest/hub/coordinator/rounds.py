@@ -262,6 +262,10 @@ class Rounds:
             clusters = running
         return self._open(clusters, now, is_final=True)
 
+    def expect_last(self) -> None:
+        """Have another last round: there is more to train."""
+        self._num_tries = 0
+
     def _open_exact(self, now: float) -> list[Send]:
         """Order the gradient round of the batch that is next; its members begin when they have trained it."""
         placement, batch = self._placement, self._ledger.exact.first
@@ -359,8 +363,10 @@ class Rounds:
         if self._settings.average_every is not None:
             return num_batches >= self._settings.average_every
         seconds = self._seconds or self._foreseen
-        share = self._config.averaging_share if self.stands_still else 1.0
-        return num_batches >= LEAST_UPDATES and now >= self._due_at + seconds / share
+        least = LEAST_UPDATES
+        if self.stands_still:  # as the plan foresaw: what clusters lose depends on it, seconds do not
+            least = max(LEAST_UPDATES, self._placement.sharing.updates_between)
+        return num_batches >= least and now >= self._due_at + seconds
 
     def _is_time(self, now: float) -> bool:
         """Return whether clusters have trained enough, on average, and the last round would be over."""

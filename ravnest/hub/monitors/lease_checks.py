@@ -14,11 +14,10 @@ from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.leases import OpenLease
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.ids import LeaseId
-from ravnest.protocol.training import LeaseDone
+from ravnest.protocol.training import LeaseDone, LeaseGrant
 
 _TIMES = 5.0  # what is foreseen, as far as others reach that: plans err, and some state less than they have
 _LEAST_OTHERS = 2  # that are slower than foreseen, before a third is thought to be
-_LEAST_LEASES = 4  # of a cluster that others are compared with
 _LEAST_WAIT = 0.01  # seconds until the next look
 _BURST = 4  # leases that may come at once: a link may have been down
 
@@ -27,19 +26,18 @@ Reported = Callable[[LeaseId], Collection[int]]
 
 @dataclass(slots=True)
 class _Work:
-    """What one cluster has counted."""
+    """What one cluster has counted, since it was granted a lease of so many samples."""
 
     began_at: float
     filled_at: float
-    allowed: float = 0.0  # samples that it can have trained and has not counted, at `filled_at`
+    num_first: int
+    allowed: float  # samples that it can have trained and has not counted, at `filled_at`
     num_samples: int = 0
-    num_leases: int = 0
 
     def ratio(self, cluster: ClusterState, now: float) -> float | None:
-        """Return how many times what was foreseen it trains, once that is known."""
+        """Return how many times what was foreseen it can train at most: it may be about to end a lease."""
         foreseen = cluster.samples_per_second * (now - self.began_at)
-        is_known = self.num_leases >= _LEAST_LEASES and foreseen > 0
-        return self.num_samples / foreseen if is_known else None
+        return (self.num_samples + self.num_first) / foreseen if foreseen > 0 else None
 
 
 @dataclass(slots=True)
@@ -57,9 +55,14 @@ class LeaseChecks:
         """When to look again, if nothing is reported."""
         return self._due
 
-    def record_grant(self, number: LeaseId) -> None:
+    def record_grant(self, cluster: ClusterState | None, grant: LeaseGrant, now: float) -> None:
         """Record a lease whose reports are all heard here."""
-        self._granted.add(number)
+        if cluster is None:
+            return
+        self._granted.add(grant.lease)
+        num_samples = sum(grant.num_samples)
+        begun = _Work(now, now, num_samples, float(_BURST * num_samples))
+        self._work.setdefault(cluster.cluster_id, begun)
 
     def hold(self, hub: Coordinator, event: Received, done: LeaseDone) -> bool:
         """Hold what a root says, if it is of an open lease of its cluster and cannot count yet."""
@@ -100,8 +103,7 @@ class LeaseChecks:
     def _has_time(self, hub: Coordinator, cluster: ClusterState, lease: OpenLease, now: float) -> bool:
         """Return whether a cluster can have trained a lease by now, and count it then; else say when."""
         num_samples, work = sum(lease.num_samples), self._work.get(cluster.cluster_id)
-        if work is None:  # nobody knows when it began with its first lease
-            self._work[cluster.cluster_id] = _Work(now, now, float(_BURST * num_samples))
+        if work is None:
             return True
         rate = self._find_limit(hub, cluster, now)
         if rate is not None:
@@ -114,7 +116,7 @@ class LeaseChecks:
                 return False
             work.allowed -= num_samples
         work.filled_at = now
-        work.num_samples, work.num_leases = work.num_samples + num_samples, work.num_leases + 1
+        work.num_samples += num_samples
         return True
 
     def _find_limit(self, hub: Coordinator, cluster: ClusterState, now: float) -> float | None:

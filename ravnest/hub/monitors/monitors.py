@@ -54,6 +54,7 @@ from ravnest.hub.coordinator.notices import (
     RoundEnded,
     Trained,
     WentWrong,
+    WorkUndone,
 )
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
@@ -73,7 +74,7 @@ _MOST_TIMES = 16.0  # as large, or as small, as the guess
 
 
 class NoiseMonitor:
-    """Adds up what stages say of their gradients; `note` returns a noise scale that is worth telling.
+    """Adds up what stages say of their gradients; `record` returns a noise scale that is worth telling.
 
     That of a cluster is known when each of its stages has reported. That of the job is the median over
     clusters, no further from the guess than a factor. It grows while a job learns.
@@ -184,10 +185,8 @@ class ReportSums:
             sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.progress.version(cluster))
         if report.version > sums.version:
             num_updates = report.version - sums.version
-            sums.num_updates, self.num_updates = (
-                sums.num_updates + num_updates,
-                self.num_updates + num_updates,
-            )
+            sums.num_updates += num_updates
+            self.num_updates += num_updates
             sums.version, sums.num_reported = report.version, self._num_reported
         _add(self._means.setdefault(lease.lease.epoch, Means()), report, num_samples)
 
@@ -200,6 +199,10 @@ class ReportSums:
     def _mark(self, lease: OpenLease, microbatch: MicrobatchId) -> int:
         self._reported.setdefault(lease.number, set()).add(microbatch)
         return lease.num_samples[microbatch - lease.first_microbatch]
+
+    def undo(self, num_samples: int) -> None:
+        """Take samples back that are trained again."""
+        self._num_reported, self.has_news = max(0, self._num_reported - num_samples), True
 
     def pass_on(self, now: float, cluster_id: str | None = None) -> TrainingReported:
         """Return the totals, with the new versions of all clusters or of one of them."""
@@ -393,8 +396,8 @@ class Monitors:
             match action:
                 case Notify():
                     self._observe_notice(hub, action)
-                case Send(_, LeaseGrant(lease=lease, is_evaluation=False)):
-                    self._leases.record_grant(lease)
+                case Send(root, LeaseGrant(is_evaluation=False) as grant):
+                    self._leases.record_grant(hub.placement.cluster_of(root), grant, event.now)
         if isinstance(event, Received) and isinstance(event.message, _SIGNS_OF_LIFE):
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
@@ -466,6 +469,8 @@ class Monitors:
         match told.notice:
             case Left(node):
                 self._speeds.forget(node)
+            case WorkUndone(_, num_samples):
+                self._sums.undo(num_samples)
             case WentWrong():
                 self._go_back()
             case EpochDone():

@@ -45,6 +45,7 @@ _LONGEST_NAME = 40
 _LONGEST_ADDRESS = 80
 _MOST_ADDRESSES = 6
 _MOST_COMPLAINTS = 3
+_NOT_INVITED = "its token is not for this hub, or no longer: ask for a new one"
 
 
 def _wall_clock() -> float:
@@ -127,6 +128,7 @@ class Admission:
         self._invited: dict[PeerId, str] = {}  # the number of its invitation
         self._relay = relay
         self.names: dict[PeerId, NodeId] = {}  # of peers that have joined
+        self._peers: dict[NodeId, PeerId] = {}  # the same by name
         self._keys: dict[PeerId, PublicKey] = {}
         self._banned: dict[PeerId, str] = {}
         self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
@@ -138,21 +140,26 @@ class Admission:
         found = read_greeting(bytes(greeting))
         if found is None or peer_of(found.key) != peer:
             return "its greeting is not that of this version of ravnest"
+        if not hmac.compare_digest(found.proof, self._expect(found)):  # before a stranger has a file read
+            return _NOT_INVITED
+        if peer in self._banned:
+            return f"it was sent away: {self._banned[peer]}"
+        reason = self._reason_against(peer, found.invitation.hex())
+        if reason is None:
+            self._keys[peer], self._invited[peer] = found.key, found.invitation.hex()
+        return reason
+
+    def _reason_against(self, peer: PeerId, number: str) -> str | None:
+        """Return why a peer may not come in by the invitation with this number."""
         try:
-            invitation = self._guests.read().find(found.invitation.hex())
+            invitation = self._guests.read().find(number)
         except ConfigError as error:
             logger.warning("nobody can be let in: %s", error)
             return "the hub cannot read its guest list: tell its owner"
-        if invitation is None or not hmac.compare_digest(found.proof, self._expect(found)):
-            return "its token is not for this hub, or no longer: ask for a new one"
-        if peer in self._banned:
-            return f"it was sent away: {self._banned[peer]}"
-        others = self.names.keys() - {peer}
-        num_others = sum(self._invited.get(each) == invitation.number for each in others)
-        reason = invitation.reason_against(num_others, self._wall_clock())
-        if reason is None:
-            self._keys[peer], self._invited[peer] = found.key, invitation.number
-        return reason
+        if invitation is None:
+            return _NOT_INVITED
+        num_others = len(set(self.invited_by(number)) - {peer})
+        return invitation.reason_against(num_others, self._wall_clock())
 
     def _expect(self, greeting: ReadGreeting) -> bytes:
         token = self._token
@@ -177,7 +184,7 @@ class Admission:
 
     def find(self, name: NodeId) -> PeerId | None:
         """Return the peer that goes by a name."""
-        return next((peer for peer, each in self.names.items() if each == name), None)
+        return self._peers.get(name)
 
     def key(self, peer: PeerId) -> str:
         """Return the public key of a peer that was admitted."""
@@ -195,18 +202,27 @@ class Admission:
             return f"{spoken}: update the older one"
         if not is_sensible(hello.node):
             return "no machine is like what it says of itself: check what --memory, --flops and others claim"
+        # Others may have joined by its invitation, or it was withdrawn, since this peer was let in.
+        if reason := self._reason_against(peer, self._invited[peer]):
+            return reason
         plain = "".join(letter for letter in hello.node.name if letter.isprintable())[:_LONGEST_NAME]
         names = (f"{plain or 'peer'}{'-' * bool(size)}{peer[:size]}" for size in count(0, 4))
         taken = {HUB, *self.names.values(), *others}
         name = self.names[peer] = before or next(NodeId(each) for each in names if each not in taken)
+        self._peers[name] = peer
         addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 
     def forget(self, peer: PeerId) -> NodeId | None:
-        """Forget a peer; return its name if it had joined."""
+        """Forget a peer; return its name if it had joined. Before it comes again it must be admitted."""
         self._floods.forget(peer)
         self._set_contacts(peer, {})
-        return self.names.pop(peer, None)
+        for known in (self._keys, self._invited, self._contacts):
+            known.pop(peer, None)
+        name = self.names.pop(peer, None)
+        if name is not None:
+            del self._peers[name]
+        return name
 
     def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
         """Return a peer's order with the tickets for its neighbours; those of its last order are void."""

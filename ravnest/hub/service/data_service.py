@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.events import (
     Collected,
     Event,
     InspectSamples,
+    LossRechecked,
     MakeParts,
     PartsMade,
     SamplesInspected,
@@ -147,6 +148,7 @@ class DataService:
         for number, _ in enumerate(order.samples, order.first_microbatch):
             read = await self._in_background(self._read_next, reading, order, MicrobatchId(number))
             if read is None:
+                self._apply(LossRechecked("", MicrobatchId(number), None, self._time()))
                 return
             specs, buffers = read
             found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}

@@ -1,15 +1,17 @@
 """Where a hub keeps its events: the interface, and SQLite in the folder of a run.
 
-In SQLite an appended event outlives a kill -9 of the hub, and others may read while it writes. A
-power cut may cost the last moments, never the order. The log is all that a hub remembers: a coordinator that
-is told its events again is the coordinator that was. Rows are msgpack of known records; nothing else in the
-file is read.
+An appended event outlives a kill -9 of the hub, and others may read meanwhile. A power cut may cost the last
+moments, never the order. To append waits for no disk: a thread moves SQLite's journal into the log now and
+then. A coordinator that is told its events again is the coordinator that was. Rows are msgpack of known
+records; nothing else in the file is read.
 """
 
 import contextlib
 import errno
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -24,10 +26,13 @@ from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import messages
 
+logger = logging.getLogger(__name__)
+
 LOG_SCHEMA = 4  # it changes when old events cannot be read any more, or mean something else
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
 _EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
 _MOST_EVENT_BYTES = 64 << 20
+_TIDY_EVERY = 1_000  # events: some megabytes of SQLite's journal, read again by whoever opens the log
 _TABLES = f"""
 BEGIN;
 {_EVENTS};
@@ -83,9 +88,16 @@ class EventStore(Protocol):
 class EventLog:
     """An EventStore in SQLite, in a run folder. Use it as a context manager, or `open` and `close` it."""
 
-    def __init__(self, folder: Path, is_read_only: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        is_read_only: bool = False,
+        in_background: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self._folder = folder
         self._is_read_only = is_read_only
+        self._in_background = in_background  # None: a thread of its own
+        self._num_appended = 0
         self._connections = contextlib.ExitStack()
 
     def open(self) -> Self:
@@ -116,6 +128,9 @@ class EventLog:
         """Append an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
             self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
+        self._num_appended += 1
+        if self._num_appended % _TIDY_EVERY == 0:
+            self._start(self._tidy)
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
@@ -144,8 +159,19 @@ class EventLog:
         opened.callback(self._database.close)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.execute("PRAGMA wal_autocheckpoint = 0")  # it would wait for the disk while it appends
+        thread = opened.enter_context(ThreadPoolExecutor(1, "ravnest-log"))
+        self._start = self._in_background or thread.submit
         if not self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._database.executescript(_TABLES)
+
+    def _tidy(self) -> None:
+        """Move the journal into the log, and wait for the disk."""
+        try:
+            with contextlib.closing(sqlite3.connect(self._folder / _LOG, isolation_level=None)) as database:
+                database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:  # what was appended is there; the next event meets the disk, too
+            logger.warning("the journal of the log grows: %s", error)
 
     def _check_schema(self) -> None:
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
@@ -171,7 +197,7 @@ class LogReplay:
     @property
     def is_replaced(self) -> bool:
         """Whether the folder has another log by now: a new run was begun in it."""
-        return self._file != _identify(self._folder / _LOG)
+        return _identify(self._folder / _LOG) not in (None, self._file)
 
     def read_on(self) -> int:
         """Apply the events that are new, and return their number; ConfigError says what is wrong with one."""

@@ -203,6 +203,7 @@ class Server:
             return
         for peer in self._admission.names.keys() - self._transport.connected():
             self._admission.forget(peer)
+            self._transport.drop(peer, "it is not here")
         self._parting = self._loop.create_future()
         is_done = self._result.done() and not self._result.cancelled()
         has_failed = not is_done or isinstance(self._result.result(), RavnestError)
@@ -219,6 +220,8 @@ class Server:
                     self._receive(delivery)
                 case LinkDown(peer, reason) if peer in self._admission.names:
                     self._record_loss(peer, reason)
+                case LinkDown(peer, reason) if peer not in self._transport.connected():
+                    self._forget(peer, reason)  # it never joined, and may never come again
                 case LinkUp(peer, is_new) if self._admission.names.get(peer) in self._outages.absent:
                     self._record_return(peer, self._admission.names[peer], is_new)
 
@@ -234,6 +237,7 @@ class Server:
             return
         self._admission.forget(peer)
         self._outbox.forget(name)
+        self._transport.drop(peer, reason)
         if not self._admission.names and not self._parting.done():
             self._parting.set_result(None)
 

@@ -20,9 +20,9 @@ def weights_of(value: float) -> dict[str, torch.Tensor]:
 def test_weights_are_free_until_a_batch_holds_them():
     versions = Versions(weights_of(0.0))
     assert not versions.find_held(["a", "b"])
-    versions.hold(1)
+    versions.hold()
     assert versions.find_held(["a"]) == {"a"}
-    versions.hold(2)
+    versions.hold()
     versions.release(1)
     assert versions.find_held(["b"]) == {"b"}
     versions.release(2)
@@ -34,7 +34,7 @@ def test_weights_are_free_until_a_batch_holds_them():
 def test_what_an_update_left_alone_is_still_held():
     """Only `a` got a new tensor, so a later update of `b` must not write over what batch 1 saw."""
     versions = Versions(weights_of(0.0))
-    versions.hold(1)
+    versions.hold()
     versions.replace({**versions.weights, "a": torch.ones(2)}, {**versions.weights, "a": torch.ones(2)})
     assert not versions.find_held(["a"])
     assert versions.find_held(["a", "b"]) == {"b"}
@@ -43,7 +43,7 @@ def test_what_an_update_left_alone_is_still_held():
 def test_predicted_weights_leave_the_current_ones_free():
     versions = Versions(weights_of(0.0))
     versions.replace(weights_of(1.0), weights_of(1.5))
-    versions.hold(1)
+    versions.hold()
     assert not versions.find_held(["a", "b"])
     assert versions.num_live == 2
     assert versions.seen["a"].tolist() == [1.5, 1.5]
@@ -55,7 +55,7 @@ def test_old_versions_are_counted_and_freed():
     versions = Versions(weights_of(0.0))
     references = [weakref.ref(versions.weights["a"])]
     for number in range(1, 4):
-        versions.hold(number)
+        assert versions.hold() == number
         new = weights_of(float(number))
         versions.replace(new, new)
         references.append(weakref.ref(new["a"]))
@@ -73,7 +73,7 @@ def test_old_versions_are_counted_and_freed():
 def test_adding_changes_what_forwards_see_but_not_what_batches_hold():
     versions = Versions(weights_of(1.0))
     versions.replace(weights_of(1.0), {**versions.weights, **weights_of(2.0)})
-    versions.hold(1)
+    versions.hold()
     held = versions.seen
     versions.add({"a": torch.full((2,), 10.0)})
     assert versions.weights["a"].tolist() == [11.0, 11.0]
@@ -90,7 +90,7 @@ def test_forwards_see_bf16_of_narrow_weights_and_all_bits_are_trained():
     assert versions.seen["a"].tolist() == [1.0, 1.0]
     assert versions.seen["b"] is versions.weights["b"]
     assert versions.seen["a"].requires_grad
-    versions.hold(1)
+    versions.hold()
     held = versions.seen["a"]
     assert versions.find_held(["a", "b"]) == {"b"}  # so the trained tensor may change in place
     before = versions.weights["a"]

@@ -38,7 +38,7 @@ FORBIDDEN_IMPORTS = {
     "importlib",
 }
 # What torch's compiler wrote on this very PC, for this provider, in a folder of this user alone: decision 24.
-OWN_CODE = {"ravnest.peer.part_code": {"importlib.util"}}
+OWN_CODE = {"ravnest.peer.compile_process": {"importlib.abc", "importlib.util"}}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
     f"torch.{name}"

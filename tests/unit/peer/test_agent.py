@@ -134,7 +134,7 @@ class Scene:
 
     def save(self, content: bytes, number: int = 1) -> None:
         """Let compute say that it has written a snapshot."""
-        blob = WrittenBlob(name_blob(content), content, "no disk")
+        blob = WrittenBlob(name_blob(content), hash_pieces(content), content, "no disk")
         self.compute.deliver(SnapshotWritten(SnapshotOrder(1, number), 5, blob))
 
     async def has(self, content: bytes) -> bool:
@@ -520,10 +520,12 @@ def test_a_snapshot_of_compute_is_served_and_announced_and_a_failure_ends_the_pe
         assert await scene.has(MINE)
         name = name_blob(b"in a file")
         (Path(scene.compute.setup.folder) / name.blob).write_bytes(b"in a file")
-        scene.compute.deliver(SnapshotWritten(SnapshotOrder(1, 4), 6, WrittenBlob(name)))
+        scene.compute.deliver(
+            SnapshotWritten(SnapshotOrder(1, 4), 6, WrittenBlob(name, hash_pieces(b"in a file")))
+        )
         assert (await scene.hear(SnapshotMade)).weights == name
         assert await scene.has(b"in a file")
-        gone = WrittenBlob(name_blob(b"gone"))
+        gone = WrittenBlob(name_blob(b"gone"), hash_pieces(b"gone"))
         scene.compute.deliver(SnapshotWritten(SnapshotOrder(1, 5), 6, gone))  # says nothing
         scene.compute.deliver(ComputeFailed.of(UnsafeBlueprint("it wants too much")))
         assert (await scene.hear(Leave | SnapshotMade)).reason == "it wants too much"

@@ -6,7 +6,7 @@ import pytest
 
 from ravnest.config import CompileMode, PeerTimeouts, WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.peer.compute_frames import (
     MOST_BUFFERS,
     Alive,
@@ -75,9 +75,9 @@ REPORTS = [
     Outgoing(OTHER, ACTIVATION, (TENSOR,)),
     Outgoing(HUB, LeaseDone(1, LeaseId(0), 4)),
     StageBuilt(4),
-    SnapshotWritten(SnapshotOrder(1, 7), 12, WrittenBlob(REF, None, "", b"h" * 32)),
+    SnapshotWritten(SnapshotOrder(1, 7), 12, WrittenBlob(REF, b"h" * 32)),
     SnapshotWritten(
-        SnapshotOrder(1, 8), 13, WrittenBlob(REF, b"content here", "the disk is full", b"h" * 32)
+        SnapshotOrder(1, 8), 13, WrittenBlob(REF, b"h" * 32, b"content here", "the disk is full"), RoundId(4)
     ),
     ComputeFailed("UnsafeBlueprint", "it wants too much"),
     Surveyed("cpu", 1e9, None),
@@ -157,7 +157,7 @@ def test_buffers_that_are_not_announced_are_refused() -> None:
     for buffers in ((), (TENSOR[:-1],), (TENSOR, TENSOR)):
         with pytest.raises(ProtocolError, match="buffer"):
             unpack_report(Frame(frame.head, buffers))
-    for item in (Alive(1), Remark(30, "x"), SnapshotWritten(SnapshotOrder(1, 7), 1, WrittenBlob(REF))):
+    for item in (Alive(1), Remark(30, "x"), SnapshotWritten(SnapshotOrder(1, 7), 1, WrittenBlob(REF, b""))):
         with pytest.raises(ProtocolError, match="buffers instead of"):
             unpack_report(Frame(pack_item(item).head, (b"x",) * 3))
 
@@ -172,7 +172,8 @@ def test_a_frame_that_is_too_large_is_refused_before_it_is_there() -> None:
         read_all(b"\xff" * 8)
 
 
-def test_a_remark_and_a_reason_are_cut_rather_than_lost() -> None:
-    for item in (Remark(30, "x" * 9000), ComputeFailed("RavnestError", "x" * 9000)):
+@pytest.mark.parametrize(("said", "told"), [("x" * 9000, "x" * 2000), ("no \udcff", "no ?")])
+def test_a_remark_and_a_reason_are_changed_rather_than_lost(said: str, told: str) -> None:
+    for item in (Remark(30, said), ComputeFailed("RavnestError", said)):
         found = unpack_report(pack_item(item))
-        assert getattr(found, "text", "") + getattr(found, "reason", "") == "x" * 2000
+        assert getattr(found, "text", "") + getattr(found, "reason", "") == told

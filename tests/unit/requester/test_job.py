@@ -195,6 +195,10 @@ def test_a_batch_size_is_a_positive_whole_number(batch_size):
     assert refused(batch_size=batch_size).startswith(f"batch_size is {batch_size!r}; give a whole number")
 
 
+def test_no_metrics_may_be_none():
+    assert not Job(nn.Linear(2, 2), ROWS, loss=lambda out, _: out.sum(), metrics=None).metrics
+
+
 def test_other_settings():
     assert "loss is 'mse'; give a function" in refused(loss="mse")
     assert "metrics is of type list" in refused(metrics=[abs])

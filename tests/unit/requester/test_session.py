@@ -45,6 +45,26 @@ def test_before_there_is_something_to_stop_the_first_ends_it() -> None:
         interrupts.run(work)
 
 
+def test_what_ends_and_waits_for_a_thread_is_left_by_one_more() -> None:
+    async def clean_up() -> str:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            signal.raise_signal(signal.SIGINT)
+            return "nobody was heard while it cleaned up"
+
+    async def end() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: signal.raise_signal(signal.SIGINT))
+        return "nobody was heard after its end"
+
+    for work in (clean_up, end):
+        with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+            interrupts.run(work)
+
+
 def test_another_thread_leaves_signals_alone() -> None:
     seen = []
 

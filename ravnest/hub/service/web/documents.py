@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.ids import NodeId
-from ravnest.web.curves import CurvePart
-from ravnest.web.updates import PageUpdate
+from ravnest.web.updates import CurvePart, PageUpdate
 
 API_SCHEMA = "ravnest.dashboard/1"
 

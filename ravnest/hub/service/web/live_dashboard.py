@@ -18,8 +18,7 @@ from ravnest.hub.service.status import StatusTracker
 from ravnest.hub.service.web.actions import HubActions
 from ravnest.hub.service.web.documents import UpdateDocument
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
-from ravnest.hub.service.web.snapshot import HubFacts
+from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import WhatIf, pose_what_if
 from ravnest.plan.types import Node

@@ -15,8 +15,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.service.event_log import LogReplay
 from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
-from ravnest.hub.service.web.snapshot import HubFacts, make_document
+from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter, make_document
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import WhatIf, pose_what_if
 from ravnest.plan.types import Node
@@ -47,10 +46,16 @@ class LogFollower:
         """Read what is new in the log; return None if that is nothing, unless an answer is needed always."""
         if self._replay.is_replaced:
             self._begin()
-        is_running = self._is_running()
+        is_running = self._is_at_work()
         is_changed = self._read_on() or is_running != self._was_running
         self._was_running = is_running
         return self._cutter.cut(HubFacts(is_live=is_running)) if is_changed or always else None
+
+    def _is_at_work(self) -> bool:
+        try:
+            return self._is_running()
+        except ConfigError:  # the folder was moved away; what was read of it stays on the page
+            return False
 
     def pose(self, guest: Node) -> WhatIf | None:
         """Return the question what one more PC would bring."""

@@ -34,7 +34,7 @@ from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument, 
 from ravnest.hub.service.web.news import NewsList
 from ravnest.ids import LeaseId, NodeId
 from ravnest.protocol.training import StepReport
-from ravnest.web.curves import RunCurve
+from ravnest.web.updates import RunCurve
 
 _POINT_EVERY = 0.5  # seconds of the hub's time, at least
 _RATE_OVER = 20.0  # seconds that a rate is a mean over

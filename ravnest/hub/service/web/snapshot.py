@@ -1,6 +1,9 @@
-"""A RunRecorder and the tracker beside it become one RunDocument. Pure, and the only place that does it."""
+"""A RunRecorder and the tracker beside it become one RunDocument. Pure, and the only place that does it.
 
-from dataclasses import dataclass
+The recorder stays with the hub, which cuts off what is new; a replica of the run is in the web's thread.
+"""
+
+from dataclasses import dataclass, replace
 
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState
@@ -16,11 +19,13 @@ from ravnest.hub.service.web.documents import (
     RunDocument,
     StageDocument,
     TrainingDocument,
+    UpdateDocument,
 )
 from ravnest.hub.service.web.recorder import RunRecorder
 from ravnest.ids import NodeId
 from ravnest.plan.forecast import Forecast, StageForecast
 from ravnest.plan.types import ModelProfile, Node, Stage
+from ravnest.web.updates import GrowthCutter, PageReplica
 
 _LEAST_GAIN = 0.005  # less is nobody's bottleneck
 
@@ -63,6 +68,28 @@ def make_document(recorder: RunRecorder, facts: HubFacts) -> RunDocument:
         rounds=RoundsDocument(recorder.num_rounds[True], recorder.num_rounds[False], tuple(recorder.rounds)),
         texts=tuple(recorder.texts),
     )
+
+
+class UpdateCutter:
+    """Cuts off what a recorder has that was not cut off before."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self.recorder = recorder
+        self._growth = GrowthCutter()
+
+    def cut(self, facts: HubFacts) -> UpdateDocument:
+        """Return where the run stands, and what is new."""
+        run = make_document(self.recorder, facts)
+        return self._growth.cut(run, self.recorder.news, self.recorder.curves)
+
+
+class RunReplica(PageReplica[RunDocument]):
+    """Put all updates of a run into it, in order."""
+
+    def end(self) -> None:
+        """Record that the hub is no longer at work."""
+        if self.run is not None:
+            self.run = replace(self.run, is_live=False, can_stop=False, can_invite=False)
 
 
 def _training(recorder: RunRecorder, status: Status) -> TrainingDocument:

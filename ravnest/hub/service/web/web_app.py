@@ -26,8 +26,8 @@ from ravnest.hub.service.web.actions import (
 )
 from ravnest.hub.service.web.documents import BesideDocument
 from ravnest.hub.service.web.qr_code import draw_code
-from ravnest.hub.service.web.replica import RunReplica
 from ravnest.hub.service.web.run_metrics import write_metrics
+from ravnest.hub.service.web.snapshot import RunReplica
 from ravnest.hub.service.web.what_if import WhatIf, answer_what_if, make_guest
 from ravnest.plan.types import Node
 from ravnest.web.gate import Gate

@@ -12,7 +12,7 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
-from ravnest.net.identity import Token, new_keys
+from ravnest.net.identity import Token, greet, new_keys
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
 from ravnest.protocol.placement import BlobRef, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
@@ -121,11 +121,13 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     world.run_until(lambda: len(world.ledger) > 20)
     world.restart()
     world.run_until(lambda: world.hub.membership.missing)
-    door = Admission(Token((), new_keys().public, b"s" * 16), None)
+    token, keys = Token((), new_keys().public, b"s" * 16), [new_keys(), new_keys()]
+    door = Admission(token, None)
+    assert [door.admit(each.peer, greet(token, each.public)) for each in keys] == [None, None]
     hello = Hello(PROTOCOL_VERSION, node("a", 150.0))
-    newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
-    assert newcomer.node.name == "a-newc"
-    forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))
+    newcomer = door.introduce(keys[0].peer, hello, None, world.hub.find_others("another key"))
+    assert newcomer.node.name == f"a-{keys[0].peer[:4]}"
+    forgetful = door.introduce(keys[1].peer, hello, None, world.hub.find_others("key of a"))
     assert forgetful.node.name == "a", "who has lost its state comes back as new, under its own name"
 
 

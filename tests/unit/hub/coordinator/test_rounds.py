@@ -465,17 +465,16 @@ def test_the_forecast_says_when_the_first_may_come():
     assert opened(world)[0][0].deadline_seconds == 10.0 + 4 * 12.0
 
 
-def test_blocking_rounds_take_no_more_than_their_share_of_the_time():
+@pytest.mark.parametrize("updates_between", [5, 12])
+def test_blocking_rounds_come_as_often_as_the_plan_foresaw(updates_between):
     given = long_job(average_every=None)
-    config = replace(given.config, averaging=Averaging.BLOCKING, averaging_share=0.1)
+    config = replace(given.config, averaging=Averaging.BLOCKING, averaging_share=0.001)
     world = clusters_of(2, given=replace(given, config=config))
+    world.hub.placement.sharing = replace(world.hub.placement.sharing, updates_between=updates_between)
     run_rounds(world, 1)
-    seconds = world.told(RoundEnded)[0].seconds
+    before = world.hub.ledger.num_updates
     world.run_until(lambda: world.open_round)
-    first = world.now
-    run_rounds(world, 2)
-    world.run_until(lambda: world.open_round)
-    assert 10 * seconds <= world.now - first <= 10 * seconds + 0.5
+    assert updates_between <= (world.hub.ledger.num_updates - before) / 2 < updates_between + 2
 
 
 def test_what_people_are_told():

@@ -9,10 +9,10 @@ from support.plan_world import SIMPLE, even_model, node
 
 from ravnest.config import Averaging, Favour
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, NoiseMeasured, Send
-from ravnest.hub.coordinator.ledger import divide_batch
 from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, RateChanged, Repaired
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
+from ravnest.hub.coordinator.progress import divide_batch
 from ravnest.protocol.training import LearningRate, LeaseGrant
 
 
@@ -56,8 +56,14 @@ def test_two_clusters_train_their_share_of_each_batch():
     assert len(world.ledger) == 2 * 96
 
 
-def plan_of(num_updates, names="abcd", config=SIMPLE, **facts):
-    settings = JobSettings(
+def plan_of(num_updates, names="abcd", config=SIMPLE, noise=None, settings=None, **facts):
+    given = JobGiven(even_model(6), config, replace(settings_of(num_updates), **(settings or {})), 0.0)
+    nodes = tuple(node(name, **facts) for name in names)
+    return SEARCH_PLANNER.make_plan(given, MakePlan(1, nodes, noise=noise), 0.0)
+
+
+def settings_of(num_updates):
+    return JobSettings(
         num_samples=8 * num_updates,
         num_validation=0,
         batch_size=8,
@@ -65,9 +71,6 @@ def plan_of(num_updates, names="abcd", config=SIMPLE, **facts):
         rates=(0.1,),
         average_every=None,
     )
-    given = JobGiven(even_model(6), config, settings, 0.0)
-    nodes = tuple(node(name, **facts) for name in names)
-    return SEARCH_PLANNER.make_plan(given, MakePlan(1, nodes), 0.0)
 
 
 SLOW = {"upload_bytes_per_second": 2e6, "download_bytes_per_second": 2e6}
@@ -80,18 +83,44 @@ def test_a_short_job_gets_one_cluster_and_says_why():
     assert "using 1 cluster" in made.reason
 
 
-def test_a_long_job_gets_clusters_while_a_sample_keeps_nine_tenths_of_its_effect():
-    made = plan_of(1_000_000, **SLOW)
+def test_noisy_gradients_give_clusters_while_a_sample_keeps_nine_tenths_of_its_effect():
+    made = plan_of(100_000, noise=3e3, **SLOW)
     assert len(made.plan.clusters) > 1
     assert made.sharing.efficiency >= 0.9
     assert made.sharing.is_split
 
 
+def test_before_that_a_long_job_has_one_cluster_that_measures_them_and_hears_what_speed_would_do():
+    config = replace(SIMPLE, max_stages=1, averaging=Averaging.BLOCKING)
+    short, long = (plan_of(number, config=config, gflops=1) for number in (300, 4_000))
+    assert (len(short.plan.clusters), short.microbatches) == (1, 1)
+    assert (len(long.plan.clusters), long.microbatches) == (1, 2)
+    assert "; --favour speed would use 3 clusters, 3 times as fast with 8" in long.reason
+    quick = plan_of(300, config=replace(config, favour=Favour.SPEED), gflops=1)
+    assert len(quick.plan.clusters) == 3
+    assert "--favour" not in quick.reason
+
+
+LAN = {"upload_bytes_per_second": 1e11, "download_bytes_per_second": 1e11}
+
+
 def test_fast_links_sum_gradients_however_short_the_job():
-    lan = {"upload_bytes_per_second": 1e11, "download_bytes_per_second": 1e11}
-    made = plan_of(50, config=replace(SIMPLE, max_stages=1), **lan)
+    made = plan_of(50, config=replace(SIMPLE, max_stages=1), **LAN)
     assert made.sharing.averaging is Averaging.EXACT
     assert made.microbatches == 1
+
+
+def test_batch_norms_keep_whole_batches_unless_shares_are_large():
+    config = replace(SIMPLE, max_stages=1)
+    norms = {"has_statistics": True, "least_samples": 64}
+    small, large = (
+        plan_of(50, config=config, settings=norms | {"batch_size": size, "num_samples": 50 * size}, **LAN)
+        for size in (64, 512)
+    )
+    assert len(small.plan.clusters) == 1
+    assert "as batch norms would see 16 samples of a batch; using 1 cluster" in small.reason
+    assert large.sharing.averaging is Averaging.EXACT
+    assert len(large.plan.clusters) == 4
 
 
 def test_the_requester_may_say_how_many_and_speed_allows_more():
@@ -147,6 +176,15 @@ def test_spares_form_a_cluster_when_gradients_turn_out_noisy():
     assert any("spares form 1 more" in news.reason for news in world.told(Repaired))
     assert set(world.ledger.values()) == {1}
     check_replay(world)
+
+
+def test_a_noise_scale_that_has_grown_since_is_tried_again():
+    world = noisy_world(40.0)
+    world.run_until(lambda: world.told(Repaired))
+    assert "no other cluster pays" in world.told(Repaired)[0].reason
+    world.feed(NoiseMeasured(1e5, world.now))
+    world.run()
+    assert len(world.hub.clusters) == 2
 
 
 def test_noise_at_which_no_other_cluster_pays_changes_nothing():

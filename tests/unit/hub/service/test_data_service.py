@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from ravnest.config import HubTimeouts, WireFormat
-from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts, SendFields
+from ravnest.hub.coordinator.events import (
+    CheckpointPart,
+    Collect,
+    Collected,
+    LossRechecked,
+    MakeParts,
+    SendFields,
+)
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.service.data_service import DataService, Fields, Parts
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
@@ -80,7 +87,7 @@ def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() 
 
 def test_the_fields_of_all_stages_come_of_one_reading() -> None:
     """A dataset that masks at random would else send inputs of one mask and labels of another."""
-    sent, reads = [], itertools.count()
+    sent, applied, reads = [], [], itertools.count()
 
     def read_fields(is_evaluation: bool, microbatches, names: tuple[str, ...]) -> Iterator[Fields]:
         for _ in microbatches:
@@ -92,14 +99,17 @@ def test_the_fields_of_all_stages_come_of_one_reading() -> None:
         return work(*arguments)
 
     async def main() -> None:
-        around = (bool, in_background, bool, lambda: 0.0, bool)
+        around = (applied.append, in_background, bool, lambda: 0.0, bool)
         supply = DataService(
             SimpleNamespace(read_fields=read_fields), Exchange(Blobs(), sent.append), *around
         )
         consumers = ((NodeId("root"), ("x", "mask")), (NodeId("leaf"), ("mask", "y")))
         await supply.carry_out(SendFields(1, LeaseId(0), False, MicrobatchId(5), ((1, 2), (3, 4)), consumers))
+        again = SendFields(1, LeaseId(1), False, MicrobatchId(7), ((1, 2),), consumers, MicrobatchId(5))
+        await supply.carry_out(again)  # it is masked in another way now, and checks nothing
 
     run_virtual(main())
+    assert applied == [LossRechecked("", MicrobatchId(7), None, 0.0)]
     facts = [
         (x.to, x.message.microbatch, [name for name, _ in x.message.fields], [bytes(y) for y in x.buffers])
         for x in sent

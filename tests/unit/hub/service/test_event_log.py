@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import threading
 from dataclasses import asdict, is_dataclass, replace
 from enum import Enum
 
@@ -92,6 +93,21 @@ def test_an_event_that_was_half_written_never_happened(tmp_path, num_lost):
     assert kept[1:] == [Tick(float(number)) for number in range(1, len(kept))]
     assert 90 < len(kept) < 100
     assert read_status(tmp_path / "cut").now == len(kept) - 1
+
+
+def test_to_append_never_moves_the_journal_into_the_log_and_a_thread_does(tmp_path):
+    jobs = []
+    with EventLog(tmp_path, in_background=jobs.append) as store:
+        before = (tmp_path / "hub.sqlite").stat().st_size
+        for number in range(2_500):
+            store.append(Tick(float(number)))
+        assert (len(jobs), (tmp_path / "hub.sqlite").stat().st_size) == (2, before)
+        worker = threading.Thread(target=jobs[-1])
+        worker.start()
+        worker.join()
+        assert (tmp_path / "hub.sqlite").stat().st_size > before
+        store.append(Tick(2_500.0))
+    assert log_of(tmp_path) == [Tick(float(number)) for number in range(2_501)]
 
 
 def test_a_message_is_logged_as_it_travelled():

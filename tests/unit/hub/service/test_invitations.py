@@ -60,7 +60,11 @@ class Door:
 
     def join(self, keys: KeyPair) -> None:
         assert self.admit(keys) is None
-        self.admission.introduce(keys.peer, Hello(PROTOCOL_VERSION, Node("n", 1e9, 1e9, 1e6, 1e6)), None, ())
+        self.say_hello(keys)
+
+    def say_hello(self, keys: KeyPair) -> Hello | str:
+        hello = Hello(PROTOCOL_VERSION, Node("n", 1e9, 1e9, 1e6, 1e6))
+        return self.admission.introduce(keys.peer, hello, None, ())
 
 
 def test_a_guest_comes_in_by_its_own_secret_alone() -> None:
@@ -90,6 +94,27 @@ def test_one_node_more_than_invited_is_refused_and_one_that_comes_again_is_not()
     assert door.admit(first) is None
     door.admission.forget(first.peer)
     assert door.admit(second) is None
+
+
+def test_what_was_let_in_before_the_others_joined_or_before_the_end_of_its_invitation_does_not_join() -> None:
+    door, first, second = Door(nodes=1), new_keys(), new_keys()
+    assert (door.admit(first), door.admit(second)) == (None, None)
+    assert not isinstance(door.say_hello(first), str)
+    assert "is for 1 nodes" in str(door.say_hello(second))
+    door.admission.forget(first.peer)
+    door.guests.change(lambda known: known.revoke("anna"))
+    assert "withdrawn" in str(door.say_hello(second))
+
+
+def test_who_proves_nothing_has_no_guest_list_read() -> None:
+    class Unread(GuestsInMemory):
+        def read(self) -> GuestList:
+            raise AssertionError("a file was read for a stranger")
+
+    door = Admission(TOKEN, None, guests=Unread())
+    keys = new_keys()
+    forged = msgspec.structs.replace(TOKEN, secret=b"t" * 16)
+    assert "not for this hub" in str(door.admit(keys.peer, greet(forged, keys.public)))
 
 
 def test_an_invitation_that_ends_or_is_withdrawn_admits_nobody() -> None:

@@ -1,4 +1,4 @@
-"""The hub's program on virtual time, with a log that fails."""
+"""The hub's program on virtual time: a log that fails, and those that come and do not join."""
 
 import asyncio
 from random import Random
@@ -8,12 +8,15 @@ from support.hub_world import job
 from support.memory_store import MemoryStore
 from support.plan_world import node
 
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Tick
 from ravnest.hub.service.server import Server
-from ravnest.net.identity import Token, new_keys
+from ravnest.net.identity import KeyPair, Token, greet, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
+from ravnest.net.transport import Delivery, LinkUp, Service
+from ravnest.protocol import messages
+from ravnest.protocol.membership import PROTOCOL_VERSION, Hello, Stop, Welcome
 
 
 def test_a_log_that_fails_at_a_tick_ends_the_job_and_nothing_is_logged_after_the_gap() -> None:
@@ -38,3 +41,74 @@ def test_a_log_that_fails_at_a_tick_ends_the_job_and_nothing_is_logged_after_the
 
     run_virtual(main())
     assert [event.node.name for event in store.kept[1:]] == ["after 1.0"]
+
+
+def test_nothing_is_kept_of_who_was_let_in_and_left_without_joining() -> None:
+    async def main() -> None:
+        keys, given, network = new_keys(), job(settle_seconds=5.0), MemoryNetwork()
+        token = Token((), keys.public, b"s" * 16)
+        server = Server(token, bool, hub=Coordinator(given))
+        async with MemoryTransport(network, keys, Random(1), "hub", admit=server.admit) as transport:
+            running = asyncio.create_task(server.run(transport, None, given))
+            for number in range(3):
+                guest = new_keys()
+                async with MemoryTransport(network, guest, Random(number)) as visitor:
+                    visitor.allow([keys.public])
+                    visitor.dial(keys.peer, ["hub"], greet(token, guest.public))
+                    assert isinstance(await visitor.receive(), LinkUp)
+                    assert transport.connected() == {guest.peer}
+                while transport.connected():
+                    await asyncio.wait([running], timeout=1.0)
+                await asyncio.wait([running], timeout=1.0)
+                with pytest.raises(LinkError, match="not among the allowed"):
+                    await transport.send(guest.peer, Service.CONTROL, b"")
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    run_virtual(main())
+
+
+def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_nothing() -> None:
+    async def main() -> None:
+        keys, given, network = new_keys(), job(settle_seconds=100.0), MemoryNetwork()
+        token = Token((), keys.public, b"s" * 16)
+        server = Server(token, bool, hub=Coordinator(given))
+
+        async def greet_hub(visitor: MemoryTransport, guest: KeyPair) -> None:
+            visitor.allow([keys.public])
+            visitor.dial(keys.peer, ["hub"], greet(token, guest.public))
+            await say_hello(visitor)
+
+        async def say_hello(visitor: MemoryTransport) -> None:
+            hello = messages.pack(Hello(PROTOCOL_VERSION, node("n", 150.0)))
+            await visitor.send(keys.peer, Service.CONTROL, hello)
+            while not isinstance(await next_message(visitor), Welcome):
+                pass
+
+        async def next_message(visitor: MemoryTransport) -> object:
+            while not isinstance(event := await visitor.receive(), Delivery):
+                pass
+            return messages.unpack(event.header, event.buffers)
+
+        async with MemoryTransport(network, keys, Random(1), "hub", admit=server.admit) as transport:
+            running = asyncio.create_task(server.run(transport, None, given))
+            one, other = new_keys(), new_keys()
+            async with (
+                MemoryTransport(network, one, Random(2)) as first,
+                MemoryTransport(network, other, Random(3)) as second,
+            ):
+                await greet_hub(first, one)
+                await greet_hub(second, other)
+                server.fail(RavnestError("enough"))
+                while not isinstance(await next_message(first), Stop):
+                    pass
+                network.cut(one.peer, keys.peer)
+                while not isinstance(event := await first.receive(), LinkUp):
+                    pass
+                assert event.is_new
+                await say_hello(first)
+            with pytest.raises(RavnestError, match="enough"):
+                await running
+
+    run_virtual(main())

@@ -13,7 +13,7 @@ from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.snapshot import RunReplica, UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import pose_what_if
 from ravnest.net.identity import INVITATION_BYTES
@@ -216,6 +216,7 @@ def test_a_node_is_sent_away_only_if_it_is_here():
 def test_a_wish_that_fits_nothing_is_refused(path, wish):
     asked = Asked()
     assert send(asked, path, wish).status == 400
+    assert request(asked.app, "/api/v1/kick", "POST", body=b'{"node": "\xff"}', **OWN_PAGE).status == 400
     assert asked.stopped == asked.kicked == []
 
 

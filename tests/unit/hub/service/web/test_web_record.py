@@ -1,6 +1,7 @@
 """What the page shows of a run: curves of bounded length, news, and one document, live or from a log."""
 
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from support.hub_world import job
 from support.watched_world import AT_WORK, WatchedWorld
 
 from ravnest.config import TIMEOUTS
+from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -29,11 +31,10 @@ from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.log_dashboard import LogFollower
 from ravnest.hub.service.web.news import NewsList
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.run_metrics import write_metrics
-from ravnest.hub.service.web.snapshot import HubFacts, make_document
+from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter, make_document
 from ravnest.protocol.training import StepReport
-from ravnest.web.curves import RunCurve
+from ravnest.web.updates import RunCurve
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -261,6 +262,27 @@ def test_a_log_that_grows_is_read_on_and_a_damaged_one_is_told(tmp_path):
         third = follower.read(False)
     assert third.news[-1].kind == "Damaged"
     assert "damaged" in third.news[-1].text
+
+
+def test_of_a_folder_that_goes_while_it_is_shown_what_was_read_stays(tmp_path):
+    world, folder = trained(), tmp_path / "run"
+    world.run()
+    with EventLog(folder) as store:
+        for event in world.log[:20]:
+            store.append(event)
+
+    def is_running():
+        if not folder.exists():
+            raise ConfigError("it holds no run of a hub")
+        return True
+
+    follower = LogFollower(folder, is_running)
+    first = follower.read(False)
+    shutil.rmtree(folder)
+    second = follower.read(False)
+    assert (first.run.is_live, second.run.is_live, second.is_whole) == (True, False, False)
+    assert (second.run.job, len(second.run.nodes)) == (first.run.job, len(first.run.nodes))
+    assert "there is no log" in second.news[-1].text
     assert follower.read(False) is None
 
 
