@@ -210,10 +210,8 @@ class SearchPlanner:
         if asked.tries_spares:
             plan, reason = self._try_spares(job, asked, plan, Swarm(tuple(here)))
             reasons.append(reason)
-        if not plan.clusters:
-            return PlanMade(
-                asked.plan_id, None, asked.microbatches, "", now
-            )  # a first plan says what is short
+        if not plan.clusters:  # a first plan says what is short
+            return PlanMade(asked.plan_id, None, asked.microbatches, "", now)
         repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
         shared = self._share(job, asked, repaired, Swarm(asked.nodes))
         return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons), shared)
