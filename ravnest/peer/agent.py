@@ -421,9 +421,9 @@ class Agent:
         logger.info("joined as %s", welcome.node)
 
     def _follow_plan(self, order: PlanOrder) -> None:
-        """Begin anew at another position; nothing more is fetched for the one before."""
-        self._fetcher.forget(StageParts)
+        """Begin anew at another position; what is on its way for the one before may be of use there."""
         if order.stage is None:
+            self._fetcher.forget(StageParts)
             self._held_build_id = 0
         self._connect(order)
         stage = order.stage
@@ -436,7 +436,8 @@ class Agent:
         if self._order is None:
             return
         is_new = order.plan_id > self._order.plan_id
-        rings = {"plan_id": order.plan_id, "rings": order.rings} if is_new else {}
+        changed = {"plan_id": order.plan_id, "rings": order.rings, "is_exact": order.is_exact}
+        rings = changed if is_new else {}  # a stage that is still being built begins with these
         self._connect(replace(self._order, contacts=order.contacts, **rings))  # type: ignore[arg-type]
         if is_new:
             self._compute.put(order)

@@ -208,12 +208,15 @@ class Fetcher:
         if isinstance(message, ProbeOrder):
             self._start(self._probe(message))
             return
-        self.forget(type(message))
         if isinstance(message, StageParts):
-            work = self._get_stage(message, plan)
-        else:
-            work = self._get_backup(message)
-        self._tasks[type(message)] = self._start(work)
+            # What both orders name goes on arriving, and others go on getting it from here.
+            before = self._tasks.get(StageParts)
+            task = self._tasks[StageParts] = self._start(self._get_stage(message, plan, before))
+            if before is not None:
+                task.add_done_callback(lambda _: before.cancel())
+            return
+        self.forget(type(message))
+        self._tasks[type(message)] = self._start(self._get_backup(message))
 
     def forget(self, kind: type) -> None:
         """Fetch nothing more for an order of this kind."""
@@ -224,24 +227,33 @@ class Fetcher:
         """Answer a message about content, or return why it is not for this peer."""
         return self._exchange.receive(sender, message, buffers)
 
-    async def _get_stage(self, parts: StageParts, plan: Callable[[], PlanOrder | None]) -> None:
-        """Fetch all that a stage is made of at once, and have it built."""
+    async def _get_stage(
+        self,
+        parts: StageParts,
+        plan: Callable[[], PlanOrder | None],
+        before: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Fetch all that a stage is made of at once, and have it built; end what was fetched `before`."""
         wanted = (Source(HUB, parts.blueprint), *parts.sources)
         refs = {source.weights for source in wanted}
         for old in self._passed_on - refs:
             self.blobs.drop(old)
+        self._exchange.forget_cut({ref.blob for ref in refs})
         self._passed_on, self._build_id = refs, parts.build_id
         missing: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._demand(source)) for source in wanted]
+                if before is not None:  # those begin first, and so take over what they want of it
+                    before.cancel()
                 await self._report_progress(parts, dict(zip(tasks, wanted, strict=True)))
         except* _Missing as found:
             missing += found.exceptions
+        order = plan()
+        if order is None or order.build_id != parts.build_id:
+            return  # it was fetched for a build that is no more
         if not missing:
             blueprint, *contents = (task.result() for task in tasks)
-            order = plan()
-            assert order is not None
             self._put(Build(order, parts, bytes(blueprint), tuple(contents)))
             trim_freed_memory()  # of the pieces that came
             return

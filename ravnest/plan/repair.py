@@ -326,8 +326,13 @@ def node_joined(
     swarm: Swarm,
     config: PlanConfig,
     budget: SearchBudget = SEARCH_BUDGET,
+    building: Container[NodeId] = (),
 ) -> Repair:
-    """Take in a node: as a spare, or in a new cluster if the spares can now form one that pays."""
+    """Take in a node: as a spare, or in a new cluster if the spares can now form one that pays.
+
+    It takes no place in a cluster that is still being built, whose roots are given: what has been fetched
+    for it would be of less use, and it would begin to train later.
+    """
     repair = _PlanRepair(plan, profile, swarm, config, f"{name} joined", swarm, budget)
     if not plan.clusters:
         return repair.start_over()
@@ -336,7 +341,7 @@ def node_joined(
         after = repair.assemble(plan.clusters)
         if name in repair.hosts:
             return repair.finish(after, "it hosts a stage already")
-        larger = _enlarge(repair, plan, name, profile, swarm, config)
+        larger = _enlarge(repair, name, building)
         if larger is not None:
             return larger
         duty = _duty(after, name)
@@ -393,6 +398,11 @@ class _PlanRepair:
         self._event = event
         self._before = before
         self._budget = budget
+
+    @property
+    def facts(self) -> tuple[Plan, ModelProfile, Swarm, PlanConfig]:
+        """What is repaired, and what that is judged by."""
+        return self._plan, self._profile, self._swarm, self._config
 
     def choose(self, options: RepairOptions, ways: Sequence[RepairOption]) -> Repair:
         """Choose among the ways; without any, among giving the cluster up and a new one of the spares."""
@@ -460,12 +470,12 @@ def _choose(ways: Sequence[RepairOption]) -> RepairOption:
     return min(good, key=lambda way: (way.moved_bytes, -_rate(way), way.action))
 
 
-def _enlarge(
-    repair: "_PlanRepair", plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig
-) -> Repair | None:
+def _enlarge(repair: "_PlanRepair", name: NodeId, building: Container[NodeId]) -> Repair | None:
     """Find the cluster that gains most by one more node, if that is worth moving parameters for."""
+    plan, profile, swarm, config = repair.facts
     clusters = forecast(plan, profile, swarm, config).clusters
     roomy = [k for k, cluster in enumerate(plan.clusters) if len(cluster.stages) < config.max_stages]
+    roomy = [k for k in roomy if plan.clusters[k].stages[0].node not in building]
     slowest = sorted(roomy, key=lambda number: clusters[number].samples_per_second)
     best: tuple[float, tuple[Cluster, ...], int] | None = None
     for number in slowest[:_MOST_ENLARGED]:

@@ -155,7 +155,7 @@ class SimPeer:
         if order.build_id <= self.build_id:
             return
         self._world.end_pipeline(self.name)
-        if self._fetch is not None:
+        if self._fetch is not None and order.stage is None:
             self._world.transfers.cancel(self._fetch)
         self.order, self.rings, self._fetch = order, dict(order.rings), None
         self._grants.clear()

@@ -2,7 +2,7 @@
 
 Who fetches asks first those that get the same, then the node that has it; a node sends one piece after the
 other. A piece that was on its way from a node that dies is asked for again, elsewhere. If nobody else has it,
-the fetch ends with the name of that node. What is whole stays for the next stage of its receiver.
+the fetch ends with the name of that node. What has come stays for the next stage of its receiver.
 """
 
 from collections import deque
@@ -61,7 +61,8 @@ class Transfers:
 
     def __init__(self, timeline: Timeline, lines: Lines, is_alive: Callable[[NodeId], bool]) -> None:
         self._timeline, self._lines, self._is_alive = timeline, lines, is_alive
-        self._coming: dict[tuple[NodeId, str], _Blob] = {}
+        self._coming: dict[NodeId, dict[str, _Blob]] = {}  # by receiver and content
+        self.num_bytes = 0.0  # that have come, to anybody
         self._by_giver: dict[NodeId, dict[_Blob, None]] = {}
         self._queues: dict[NodeId, deque[tuple[_Blob, int]]] = {}  # pieces to be sent, of those who send
 
@@ -74,30 +75,39 @@ class Transfers:
     ) -> Fetch:
         """Get all of these; a source that is the receiver itself costs nothing."""
         blobs = {source.weights.blob for source in sources}
-        for key in [key for key in self._coming if key[0] == receiver and key[1] not in blobs]:
-            self._drop(key, 0.0)
+        coming = self._coming.setdefault(receiver, {})
+        for name in [name for name in coming if name not in blobs]:
+            self._drop(coming.pop(name), 0.0)
         wanted = [x for x in sources if x.node != receiver and not self._has(receiver, x)]
         made = Fetch(receiver, done, missed, size_bytes=float(sum(x.weights.size_bytes for x in wanted)))
         made.num_open = len(wanted)
         if not wanted:
             self._timeline.after(0.0, self._end, made)
         for source in wanted:
-            blob = _Blob(made, source, num_pieces(source.weights.size_bytes))
-            self._coming[receiver, source.weights.blob] = blob
+            name, size = source.weights.blob, source.weights.size_bytes
+            blob = coming.setdefault(name, _Blob(made, source, num_pieces(size)))
+            blob.fetch, blob.source = made, source
+            made.num_bytes += size * blob.num_here / blob.num_pieces
             self._ask(blob)
         return made
 
     def cancel(self, fetch: Fetch) -> None:
-        """Get no more of it; who waited for it looks elsewhere."""
+        """Get no more of it; what has come stays, and who waited for the rest looks elsewhere."""
         fetch.is_over = True
-        for key in [key for key, blob in self._coming.items() if blob.fetch is fetch and not blob.is_whole]:
-            self._drop(key, 0.0)
+        for blob in [
+            x for x in self._coming.get(fetch.receiver, {}).values() if x.fetch is fetch and not x.is_whole
+        ]:
+            blob.number += 1
+            self._release(blob)
+            waiting, blob.waiting = blob.waiting, []
+            for other in waiting:
+                self._timeline.after(0.0, self._ask, other)
 
     def forget(self, node: NodeId) -> None:
         """A node is gone: what it was giving comes from elsewhere after a while, or not at all."""
-        for key in [key for key in self._coming if key[0] == node]:
-            self._coming[key].fetch.is_over = True
-            self._drop(key, _NOTICED_AFTER)
+        for blob in self._coming.pop(node, {}).values():
+            blob.fetch.is_over = True
+            self._drop(blob, _NOTICED_AFTER)
         self._queues.pop(node, None)
         for blob in tuple(self._by_giver.pop(node, {})):
             blob.number += 1
@@ -105,12 +115,11 @@ class Transfers:
             self._timeline.after(_NOTICED_AFTER, self._ask, blob)
 
     def _has(self, receiver: NodeId, source: Source) -> bool:
-        found = self._coming.get((receiver, source.weights.blob))
+        found = self._coming.get(receiver, {}).get(source.weights.blob)
         return found is not None and found.is_whole
 
-    def _drop(self, key: tuple[NodeId, str], seconds: float) -> None:
+    def _drop(self, blob: _Blob, seconds: float) -> None:
         """Forget a copy; those that wait for it look elsewhere after some seconds."""
-        blob = self._coming.pop(key)
         blob.number += 1
         self._release(blob)
         for other in blob.waiting:
@@ -155,7 +164,7 @@ class Transfers:
     def _find_giver(self, blob: _Blob) -> "NodeId | _Blob":
         """Return who gives the next piece, or the copy on its way to another node that will have it first."""
         for other in blob.source.others:
-            copy = self._coming.get((other, blob.source.weights.blob))
+            copy = self._coming.get(other, {}).get(blob.source.weights.blob)
             if copy is not None and (copy.is_whole or not copy.fetch.is_over) and self._is_alive(other):
                 return other if copy.num_here > blob.num_here else copy
         return blob.source.node
@@ -166,6 +175,7 @@ class Transfers:
         self._release(blob)
         blob.num_here += 1
         blob.fetch.num_bytes += size
+        self.num_bytes += size
         waiting, blob.waiting = blob.waiting, []
         for other in waiting:
             self._ask(other)

@@ -102,6 +102,14 @@ class HubCost:
         if seconds > self.longest:
             self.longest, self.longest_event = seconds, name
 
+    def pause(self) -> float:
+        """Return when what is no work of a hub began, for `resume`."""
+        return self._clock()
+
+    def resume(self, since: float) -> None:
+        """Leave out what was no work of a hub, such as the look of this simulation at it."""
+        self._began += self._clock() - since
+
     def end_planning(self) -> None:
         """Add what a plan took, which a real hub makes beside its event loop."""
         self.planning_seconds += self._clock() - self._began
@@ -288,7 +296,9 @@ class World:
         self._set_timer(due)
 
     def _watch(self, event: Event, actions: tuple[Action, ...]) -> None:
+        since = self.cost.pause()
         self.recorder.observe(event, actions, self.timeline.now)
+        self.cost.resume(since)
         if isinstance(event, PlanMade) and not (actions and isinstance(actions[0], Refusal)):
             self._learn_plan()
 

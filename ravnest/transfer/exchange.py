@@ -187,14 +187,14 @@ class Download:
             self._unasked.extendleft(reversed(lost))
         return True
 
-    def drop_all(self) -> None:
-        """Ask nobody any more; what is here stays."""
+    def retain(self, nodes: Container[NodeId]) -> None:
+        """Ask only these nodes from now on; what is right stays, and what was not checked is asked again."""
         for node in self.nodes:
-            self.drop(node)
-        unchecked = self._come - self._here
+            if node not in nodes:
+                self.drop(node)
+        unchecked = self._come - (self._here if self.hashes else self._some_hashes.keys())
         self._come -= unchecked
-        if self.hashes:
-            self._unasked.extendleft(sorted(unchecked, reverse=True))
+        self._unasked.extendleft(sorted(unchecked.difference(self._unasked), reverse=True))
 
     def find_quiet(self, quiet_seconds: float, now: float) -> list[NodeId]:
         """Return the nodes that owe something and have sent nothing for so long."""
@@ -243,7 +243,7 @@ ContentMessage = BlobRequest | BlobPart | Refused
 InThread = Callable[..., Awaitable[Any]]  # runs a function where it delays no message
 _SAME_TIME = 0.9  # of what a timer waited has passed by a clock that went on meanwhile
 _SMALL_BYTES = 1 << 16  # to hash and copy less takes less than a thread does
-_MOST_CUT = 4  # downloads that ended early, and whose pieces stay
+_MOST_CUT = 64  # downloads that ended early, and whose pieces stay: those of a stage
 _MOST_WAITING = 64  # requests of one node for what is not here yet
 
 
@@ -256,6 +256,9 @@ class _Arriving:
     spool: Spool | None = None
     come: asyncio.Queue[tuple[NodeId, BlobPart, Buffer] | None] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_running: bool = False
+    num_joined: int = 0  # fetches that wait for the one that runs
+    joined: set[NodeId] = field(default_factory=set)  # the nodes that these ask
     result: Buffer | Refusal | None = None  # None: its fetch was cancelled
     fault: str = "nobody is left to ask for it"  # of the last node that was given up
 
@@ -382,7 +385,6 @@ class Exchange:
             if found is not None:
                 return found.content
             arriving = self._arriving.get(ref.blob)
-            is_first = arriving is None
             if arriving is None:
                 arriving = self._cut.pop(ref.blob, None) or _Arriving(
                     Download(ref), asyncio.get_running_loop().time
@@ -391,32 +393,67 @@ class Exchange:
             arriving.clock = clock or asyncio.get_running_loop().time
             arriving.download.add(sources, can_wait=can_wait)
             arriving.download.add(reserve, is_reserve=True)
-            if is_first:
+            if not arriving.is_running:
                 return await self._run(arriving, quiet_seconds, passes_on)
+            arriving.joined.update((*sources, *reserve))
             self._ask(arriving)
-            await arriving.ended.wait()
-            if arriving.result is not None:
+            if await self._join(arriving):
+                assert arriving.result is not None
                 return arriving.result
+
+    async def _join(self, arriving: _Arriving) -> bool:
+        """Wait for a fetch that runs; return whether it came to its end, and was not cancelled."""
+        arriving.num_joined += 1
+        try:
+            await arriving.ended.wait()
+        finally:
+            arriving.num_joined -= 1
+            left = self._arriving.get(arriving.download.ref.blob)
+            if arriving.ended.is_set() and not arriving.num_joined and left is not None:
+                asyncio.get_running_loop().call_soon(self._drop_unclaimed, left)
+        return arriving.result is not None
+
+    def _drop_unclaimed(self, arriving: _Arriving) -> None:
+        """Set aside what nobody goes on to fetch, because all were cancelled at once."""
+        if self._arriving.get(arriving.download.ref.blob) is arriving and not arriving.is_running:
+            self._set_aside(arriving)
 
     async def _run(
         self, arriving: _Arriving, quiet_seconds: float | None, passes_on: bool
     ) -> Buffer | Refusal:
-        """Fetch a blob for all that wait for it; the pieces of the last few cut ones stay."""
+        """Fetch a blob for all that wait for it.
+
+        When that ends early, one of those that wait goes on; without one, what has come is kept for a while.
+        """
         download, ref = arriving.download, arriving.download.ref
+        arriving.is_running = True
         try:
             arriving.result = result = await self._collect(arriving, quiet_seconds)
             if passes_on and not isinstance(result, Refusal):
                 self.blobs.pass_on(ref, Blob(result, download.hashes))
             return result
         finally:
-            del self._arriving[ref.blob]
             arriving.ended.set()
-            if download.num_bytes and not download.is_done:
-                download.drop_all()
-                self._cut[ref.blob] = _Arriving(download, arriving.clock, arriving.spool)
-                for old in [*self._cut][:-_MOST_CUT]:
-                    del self._cut[old]
-            self._serve_waiting(ref.blob, is_over=True)
+            if arriving.result is None and arriving.num_joined:
+                download.retain(arriving.joined)
+                self._arriving[ref.blob] = _Arriving(download, arriving.clock, arriving.spool)
+            else:
+                self._set_aside(arriving)
+
+    def _set_aside(self, arriving: _Arriving) -> None:
+        """End a fetch; what has come of a blob that is not whole stays."""
+        download, ref = arriving.download, arriving.download.ref
+        del self._arriving[ref.blob]
+        if download.num_bytes and not download.is_done:
+            download.retain(())
+            self._cut[ref.blob] = _Arriving(download, arriving.clock, arriving.spool)
+            for old in [*self._cut][:-_MOST_CUT]:
+                del self._cut[old]
+        self._serve_waiting(ref.blob, is_over=True)
+
+    def forget_cut(self, but: Container[str]) -> None:
+        """Keep of the blobs whose fetches ended early only these."""
+        self._cut = {blob: arriving for blob, arriving in self._cut.items() if blob in but}
 
     async def _collect(self, arriving: _Arriving, quiet_seconds: float | None) -> Buffer | Refusal:
         download, ref = arriving.download, arriving.download.ref

@@ -6,8 +6,8 @@ from support.plan_world import node
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, PeerJoined
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.placement import Placement
-from ravnest.hub.coordinator.recovery import StateSources
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
+from ravnest.hub.coordinator.sources import StateSources
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.sharing import ALONE
 from ravnest.plan.types import Cluster, Plan, Stage

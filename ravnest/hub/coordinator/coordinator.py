@@ -289,6 +289,8 @@ class Coordinator:
         match message:
             case StageReady():
                 result = self._recovery.mark_ready(sender, self.now)
+                if self.placement.has_untried:
+                    self._plan_trigger.reset(self.now)
             case StageMissing():
                 result = self._drop_source(sender, cluster, message)
             case LeaseDone():

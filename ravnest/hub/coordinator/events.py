@@ -30,6 +30,8 @@ class MakePlan:
     sharing: Sharing = ALONE  # of it
     noise: float | None = None  # the job's noise scale in samples, once measured
     tries_spares: bool = False  # spares that could not help before may help now
+    building: tuple[NodeId, ...] = ()  # roots of clusters of that plan that are being built
+    untried: tuple[NodeId, ...] = ()  # spares that came when clusters were being built
 
 
 @dataclass(frozen=True, slots=True)

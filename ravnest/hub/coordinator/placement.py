@@ -1,8 +1,8 @@
 """Placement: the plan in force, its clusters with their ClusterPhase, and the parts stages are made of.
 
 A first plan is formed from all members at once; later ones are repairs. Clusters that a newer plan leaves as
-they are train on. The others are built anew under its number, so what they still send is late by number.
-Stages are built of what their nodes hold and of what others have (recovery).
+they are train on, or go on being built. The others are built anew under its number, so what they still send
+is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,6 +18,7 @@ from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times,
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
+_MOST_TRIED = 4  # spares that came while clusters were built, in one plan
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
 
 
@@ -39,6 +40,11 @@ class ClusterState:
     def is_running(self) -> bool:
         """Whether all its stages are built and there."""
         return self.phase in (ClusterPhase.RUNNING, ClusterPhase.DRAINING)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it trains, or trained before it stood still."""
+        return self.is_running or self.stopped_at is not None
 
     @property
     def is_broken(self) -> bool:
@@ -88,6 +94,8 @@ class Placement:
         self._plan: Plan | None = None
         self._rings_of: dict[NodeId, Rings] = {}  # by owner
         self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
+        # Owners by rings, while many are told of the same; None: members may be others each time.
+        self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] | None = None
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -95,6 +103,7 @@ class Placement:
         self.sharing = ALONE  # how clusters share the job
         self.noise: float | None = None  # the job's noise scale, once measured
         self._tries_spares = False  # at the next repair
+        self._untried: dict[NodeId, None] = {}  # spares that came while clusters were being built
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
@@ -277,7 +286,14 @@ class Placement:
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
         facts = (nodes, self._plan, gone, changed, self._microbatches, self.sharing, self.noise)
-        return MakePlan(plan_id, *facts, self._tries_spares)
+        building = tuple(x.root for x in self._clusters if x.phase is ClusterPhase.BUILDING)
+        untried = () if building else tuple(x for x in self._untried if x in by_name)[:_MOST_TRIED]
+        return MakePlan(plan_id, *facts, self._tries_spares, building, untried)
+
+    @property
+    def has_untried(self) -> bool:
+        """Whether all clusters are built, and spares came meanwhile that may help one of them."""
+        return bool(self._untried) and all(each.is_running for each in self._clusters)
 
     def record_noise(self, noise: float) -> bool:
         """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""
@@ -296,13 +312,12 @@ class Placement:
     def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
         """Adopt a plan that was made of the members as they are; no peer is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
-        intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
-        self._parts = {each: made for each, made in self._parts.items() if each in intervals}
+        self._record_untried(plan)
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
         self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
-        before, kept = self._clusters, {each.cluster: each for each in self.running}
+        before, kept = self._clusters, {x.cluster: x for x in self._clusters if not x.is_broken}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
         for index, cluster in enumerate(plan.clusters):
@@ -316,7 +331,8 @@ class Placement:
             state.samples_per_second = self._outlook.clusters[index].samples_per_second
             clusters.append(state)
         self._place(tuple(clusters))
-        ended = tuple(each for each in before if each not in clusters)
+        here = set(clusters)
+        ended = tuple(each for each in before if each not in here)
         for name in (name for each in ended for name in each.nodes if name in self.membership):
             self._move_to_spare(name)
         for name in (name for each in built for name in each.nodes):
@@ -327,6 +343,15 @@ class Placement:
         self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
         return PlanChange(tuple(built), ended, has_new_rings)
 
+    def _record_untried(self, plan: Plan) -> None:
+        """Remember newcomers that are spares while clusters are built; others had their chance."""
+        if any(each.phase is ClusterPhase.BUILDING for each in self._clusters):
+            known = [*self._untried, *(x for x in plan.spares if x not in self._planned)]
+        else:
+            known = [*self._untried][_MOST_TRIED:]
+        spares = set(plan.spares)
+        self._untried = dict.fromkeys(x for x in known if x in spares)
+
     def announce(
         self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
     ) -> list[Send]:
@@ -334,10 +359,11 @@ class Placement:
 
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
-        sends = []
+        sends, self._owners_of = [], {}
+        built = {cluster.cluster_id for cluster in change.built}
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
-                if cluster in change.built:
+                if cluster.cluster_id in built:
                     sends.append(self._order_stage(cluster, stage, extras))
                 elif change.has_new_rings or stage.node in extras:
                     sends.append(self._order_rings(cluster, stage.node, extras))
@@ -350,6 +376,7 @@ class Placement:
                 sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
             elif not member.build_id or name in was_busy or name in extras:
                 sends += self._order_spare(name, extras)
+        self._owners_of = None
         return sends
 
     def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
@@ -370,6 +397,11 @@ class Placement:
         is_new = interval not in self._asked
         self._asked.add(interval)
         return [MakeParts(start, stop, has_weights)] if is_new else []
+
+    def retain_parts(self, others: Collection[tuple[int, int]]) -> None:
+        """Forget the parts of all intervals but those of stages in the plan, and these others."""
+        stages = {(stage.start, stage.stop) for each in self._clusters for stage in each.cluster.stages}
+        self._parts = {x: made for x, made in self._parts.items() if x in stages or x in others}
 
     def needs_parts(self, interval: tuple[int, int]) -> bool:
         """Return whether the parts of an interval are those of a stage, as far as is known."""
@@ -424,9 +456,22 @@ class Placement:
         return self._rings_of.get(name, ())
 
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
-        owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
-        known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
-        return tuple(self._contact(each) for each in known if each != name and each in self.membership)
+        near = dict.fromkeys((*nodes, *sorted(extras.get(name, ()))))
+        found = [self._contact(each) for each in near if each != name and each in self.membership]
+        near[name] = None
+        found += [each for each in self._owners(self._rings(name)) if each.node not in near]
+        return tuple(found)
+
+    def _owners(self, rings: Rings) -> tuple[Contact, ...]:
+        """Return how all owners of some rings are reached: many nodes are in the same."""
+        numbers = tuple(number for number, _ in rings)
+        if self._owners_of is not None and numbers in self._owners_of:
+            return self._owners_of[numbers]
+        owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
+        found = tuple(self._contact(each) for each in owners if each in self.membership)
+        if self._owners_of is not None:
+            self._owners_of[numbers] = found
+        return found
 
     def _contact(self, name: NodeId) -> Contact:
         """Return how a member is reached; many are told the same."""

@@ -202,16 +202,16 @@ class SearchPlanner:
             repair = node_slowed(plan, known.name, profile, Swarm(tuple(here)), config, before, self.budget)
             plan, reasons = repair.plan, [*reasons, repair.reason]
         for node in asked.nodes:
-            if node.name not in _nodes_of(plan):
+            is_new = node.name not in _nodes_of(plan)
+            if is_new or node.name in asked.untried:
                 repair = self._join(job, asked, plan, node.name, Swarm(tuple(here)))
-                plan, reasons = repair.plan, [*reasons, repair.reason]
+                if is_new or repair.plan.clusters != plan.clusters:
+                    plan, reasons = repair.plan, [*reasons, repair.reason]
         if asked.tries_spares:
             plan, reason = self._try_spares(job, asked, plan, Swarm(tuple(here)))
             reasons.append(reason)
-        if not plan.clusters:
-            return PlanMade(
-                asked.plan_id, None, asked.microbatches, "", now
-            )  # a first plan says what is short
+        if not plan.clusters:  # a first plan says what is short
+            return PlanMade(asked.plan_id, None, asked.microbatches, "", now)
         repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
         shared = self._share(job, asked, repaired, Swarm(asked.nodes))
         return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons), shared)
@@ -232,7 +232,7 @@ class SearchPlanner:
         """Add a node to a plan; it helps to form another cluster only where that costs little quality."""
         profile = job.profile_microbatch(asked.microbatches, asked.sharing)
         config = job.configure_microbatch(asked.microbatches, asked.sharing)
-        free = node_joined(plan, name, profile, swarm, config, self.budget)
+        free = node_joined(plan, name, profile, swarm, config, self.budget, asked.building)
         if len(free.plan.clusters) <= max(1, len(plan.clusters)):
             return free
         before, after = (self._share(job, asked, each, swarm) for each in (plan, free.plan))
@@ -240,7 +240,7 @@ class SearchPlanner:
         if pays or config.clusters >= len(free.plan.clusters):
             return free
         limited = replace(config, clusters=len(plan.clusters))
-        return node_joined(plan, name, profile, swarm, limited, self.budget)
+        return node_joined(plan, name, profile, swarm, limited, self.budget, asked.building)
 
     def _share(self, job: JobGiven, asked: MakePlan, plan: Plan, swarm: Swarm) -> Sharing:
         """Return how the clusters of a repaired plan share the job; those that sum gradients go on so."""

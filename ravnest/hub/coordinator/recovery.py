@@ -1,30 +1,24 @@
-"""Recovery: it keeps clusters whole while they train, and says where the state of a new stage comes from.
+"""Recovery: it keeps clusters whole, has their stages built, and follows each plan.
 
 A cluster that lost a node stands still, and its leases are granted again. A repaired plan says which nodes go
-on. A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
-cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
-Where clusters make exact updates, all of a stage comes from one that trains: so it is at the same update. A
-node that leaves stays until nobody needs what it has, for a while. Newcomers become part of the next plan.
+on; `sources` says what their stages are built of. A node that leaves stays until nobody needs what it has,
+for a while. Newcomers become part of the next plan.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
     Action,
     Collected,
     JobGiven,
-    MakeParts,
     Notify,
     PartsMade,
     PlanMade,
-    Send,
 )
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -36,300 +30,12 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
 )
 from ravnest.hub.coordinator.phases import ClusterPhase
-from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChange
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk, SnapshotPurpose
-from ravnest.ids import HUB, NodeId, RoundId
-from ravnest.plan.types import Stage
-from ravnest.protocol.placement import BlobRef, SnapshotMade, Source, StageMissing, StageParts
-
-_ENOUGH = 0.9  # of what the best source has learned from
-_MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be slow
-
-
-@dataclass(slots=True)
-class _Need:
-    """A stage to be built, and the nodes whose snapshots it needs; HUB is the hub itself."""
-
-    cluster: ClusterState
-    stage: Stage
-    is_kept: bool
-    nodes: tuple[NodeId, ...]
-    is_ordered: bool = False
-    shares: tuple["_Share", ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A segment of a stage whose weights come from the hub, and the nodes that get them before."""
-
-    start: int
-    stop: int
-    before: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Backup:
-    held: HeldState
-    weights: BlobRef
-    samples_seen: int
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a cluster goes on from: the one it was, or one that trains; and whether it keeps all of it."""
-
-    cluster: ClusterState
-    cluster_id: str
-    is_whole: bool
-
-
-class StateSources:
-    """Finds sources for every plan anew, asks for snapshots, and orders stages built."""
-
-    def __init__(self, placement: Placement, desk: SnapshotDesk) -> None:
-        self._placement, self._desk = placement, desk
-        self._needs: dict[NodeId, _Need] = {}
-        self._anchor_round: RoundId | None = None
-        self._asked: dict[int, NodeId] = {}
-        self._snapshots: dict[NodeId, BlobRef] = {}
-        self._backups: dict[NodeId, _Backup] = {}
-        self._best: ClusterState | None = None  # of those that train, the one that knows most
-        self._samples_seen: dict[str, int] = {}  # by cluster_id, of those that train or stood still
-        self._kept = -1  # samples; -1: the hub has nothing
-        self._useless: dict[tuple[NodeId, HeldState], NodeId] = {}  # sources that do not give: the accuser
-
-    @property
-    def needs_hub(self) -> bool:
-        """Whether nobody but the hub has some of what is to be built."""
-        return any(HUB in need.nodes for need in self._needs.values())
-
-    def begin_first(self, change: PlanChange) -> None:
-        """Build stages of what the hub has, alike in all clusters.
-
-        The owners of a segment get its weights in turn, those that send fastest first: one from the hub, and
-        each other from those before it, while they arrive there.
-        """
-        stages = [(cluster, stage) for cluster in change.built for stage in cluster.cluster.stages]
-        needs = {stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages}
-        for ring in self._placement.rings:
-            owners = [self._membership[name].node for name in ring.owners]
-            turns = sorted(owners, key=lambda node: (-node.upload_bytes_per_second, node.name))
-            for turn, node in enumerate(turns):
-                met = [x.name for x in turns[:turn] if x.is_reachable or node.is_reachable]
-                share = _Share(ring.start, ring.stop, tuple(met[-_MOST_BEFORE:]))
-                needs[node.name].shares += (share,)
-        self._start(needs)
-        self._anchor_round = RoundId(0)
-
-    def begin(
-        self, change: PlanChange, samples_seen: Callable[[ClusterState], int], kept: int
-    ) -> tuple[Origin, ...]:
-        """Find sources for the stages to be built, by what clusters know and what the hub has kept."""
-        self._anchor_round, self._kept = None, kept
-        origins: list[Origin] = []
-        needs: dict[NodeId, _Need] = {}
-        running = self._placement.running
-        self._best = best = max(running, key=samples_seen, default=None)
-        seen = self._samples_seen | {x.cluster_id: samples_seen(x) for x in (*running, *change.ended)}
-        self._samples_seen = {each: seen[each] for each in seen.keys() & self._placement.cluster_ids}
-        for cluster in change.built:
-            cluster_id = "" if self._is_exact else find_cluster_of_state(cluster, self._placement)
-            found = [self._find(cluster, stage, cluster_id) for stage in cluster.cluster.stages]
-            needs |= {need.stage.node: need for need in found}
-            is_whole = not any(need.nodes for need in found)
-            origins.append(Origin(cluster, cluster_id or (best.cluster_id if best else ""), is_whole))
-        self._start(needs)
-        return tuple(origins)
-
-    def _start(self, needs: dict[NodeId, _Need]) -> None:
-        self._needs, self._asked, self._snapshots = needs, {}, {}
-        self._desk.withdraw(SnapshotPurpose.SOURCE)
-
-    def _find(self, cluster: ClusterState, stage: Stage, cluster_id: str) -> _Need:
-        found: dict[NodeId, None] = {}
-        own = None if self._is_exact else self._usable(stage.node)
-        for position in range(stage.start, stage.stop):
-            if own is None or not own.start <= position < own.stop:
-                found[self._find_node(position, cluster_id)] = None
-        return _Need(cluster, stage, own is not None, tuple(found))
-
-    def _find_node(self, position: int, cluster_id: str) -> NodeId:
-        """Return which node gives the state of a position: one that is not far behind, peers first."""
-        if self._is_exact:
-            owners = [each.cluster.owner(position) for each in self._placement.running]
-            return next((name for name in owners if self._usable(name) is not None), owners[0])
-        holding = {}
-        for name in self._membership:
-            held = self._usable(name)
-            if held is not None and held.start <= position < held.stop:
-                holding[name] = held
-        same = [name for name, held in holding.items() if held.cluster_id == cluster_id]
-        if same:
-            return same[0]
-        samples_seen = self._samples_seen
-        found = [
-            (samples_seen[held.cluster_id], name)
-            for name, held in holding.items()
-            if held.cluster_id in samples_seen
-        ]
-        found.sort(key=lambda each: -each[0])
-        found += [
-            (backup.samples_seen, name)
-            for name, backup in self._backups.items()
-            if self._keeps_backup(name) and backup.held.start <= position < backup.held.stop
-        ]
-        found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
-        enough = _ENOUGH * max((samples_seen for samples_seen, _ in found), default=0)
-        # A source that is said not to give is asked again, before all that was trained is lost.
-        last = self._best.cluster.owner(position) if self._best is not None and self._kept < 0 else HUB
-        return next((name for samples_seen, name in found if samples_seen >= enough), last)
-
-    @property
-    def _is_exact(self) -> bool:
-        """Whether what is built must be what clusters that train have; if none does, all have the same."""
-        return self._placement.is_exact and bool(self._placement.running)
-
-    @property
-    def _membership(self) -> Membership:
-        return self._placement.membership
-
-    def _usable(self, name: NodeId) -> HeldState | None:
-        member = self._membership.find(name)
-        held = member.held if member else None
-        return None if member is None or held is None or (member.node.name, held) in self._useless else held
-
-    @property
-    def pairs(self) -> dict[NodeId, set[NodeId]]:
-        """The nodes that each node meets, to give state or to get it."""
-        found = defaultdict(set)
-        for need in self._needs.values():
-            for node in need.nodes:
-                if node != HUB:
-                    found[node].add(need.stage.node)
-                    found[need.stage.node].add(node)
-        return dict(found)
-
-    def ask(self) -> list[Send]:
-        """Ask all sources for a snapshot, each by a number of its own."""
-        nodes = dict.fromkeys(node for need in self._needs.values() for node in need.nodes if node != HUB)
-        given = [node for node in nodes if self._keeps_backup(node)]
-        self._snapshots = {node: self._backups[node].weights for node in given}
-        self._asked = {self._desk.new_number(): node for node in nodes if node not in given}
-        build_id, purpose = self._placement.build_id, SnapshotPurpose.SOURCE
-        return [self._desk.ask(purpose, n, node, build_id(node)) for n, node in self._asked.items()]
-
-    def _keeps_backup(self, node: NodeId) -> bool:
-        """Return whether a node is a source for its backup: it is here, and holds nothing of its own."""
-        return node in self._backups and node in self._membership and self._usable(node) is None
-
-    def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> None:
-        """Record a snapshot that a source was asked for."""
-        del self._asked[made.number]
-        self._snapshots[sender] = made.weights
-
-    def forget(self, name: NodeId) -> None:
-        """Forget a node that has gone, its backup and its accusations."""
-        self._backups.pop(name, None)
-        left = {key: accuser for key, accuser in self._useless.items() if name not in (key[0], accuser)}
-        self._useless = left
-
-    def mark_useless(self, name: NodeId, accuser: NodeId) -> None:
-        """Record that a source does not give what it holds, or does not hold it."""
-        held = self._usable(name)
-        if held is not None:
-            self._useless[name, held] = accuser
-        self._backups.pop(name, None)
-
-    def add_backup(self, spare: NodeId, held: HeldState, weights: BlobRef, samples_seen: int) -> None:
-        """A spare keeps a snapshot, of weights that had learned from so many samples."""
-        self._backups[spare] = _Backup(held, weights, samples_seen)
-
-    def order_builds(self) -> list[Send | MakeParts]:
-        """Order the stages to be built whose parts and snapshots are all there."""
-        orders: list[Send | MakeParts] = []
-        for need in self._needs.values():
-            if need.is_ordered or need.cluster.is_broken:
-                continue
-            made = self._find_parts(need, orders)
-            if made is not None and all(node in self._snapshots for node in need.nodes if node != HUB):
-                need.is_ordered = True
-                self._shrink(need)
-                orders.append(self._deliver(need, *made))
-        return orders
-
-    def _find_parts(
-        self, need: _Need, orders: list[Send | MakeParts]
-    ) -> tuple[PartsMade, list[Source]] | None:
-        """Return what the requester's side makes of a stage, and what the hub gives; or order it made."""
-        stage, is_hubs = need.stage, HUB in need.nodes
-        shares = need.shares or (_Share(stage.start, stage.stop, ()),) if is_hubs else ()
-        intervals = [(share.start, share.stop) for share in shares]
-        wanted = dict.fromkeys([(stage.start, stage.stop), *intervals])
-        given: list[Source] = []
-        found: dict[tuple[int, int], PartsMade] = {}
-        for interval in wanted:
-            has_weights = interval in intervals
-            made = self._placement.find_parts(*interval, is_newest=is_hubs, has_weights=has_weights)
-            if isinstance(made, PartsMade):
-                found[interval] = made
-            else:
-                orders += made
-        if len(found) < len(wanted):
-            return None
-        for share in shares:
-            weights = found[share.start, share.stop].weights
-            assert weights is not None, "they were asked for"
-            given.append(Source(HUB, weights, share.before))
-        return found[stage.start, stage.stop], given
-
-    def _deliver(self, need: _Need, made: PartsMade, given: list[Source]) -> Send:
-        found = ([Source(node, self._snapshots[node])] if node != HUB else given for node in need.nodes)
-        sources = tuple(source for each in found for source in each)
-        build_id, version = need.cluster.build_id, need.cluster.version
-        parts = StageParts(build_id, version, made.blueprint, sources, need.is_kept, self._anchor_round)
-        return Send(need.stage.node, parts)
-
-    def _shrink(self, need: _Need) -> None:
-        """From now on a node holds what both its last stage and the new one have."""
-        member = self._membership.find(need.stage.node)
-        if member is None or member.held is None:
-            return
-        start, stop = max(member.held.start, need.stage.start), min(member.held.stop, need.stage.stop)
-        held = replace(member.held, start=start, stop=stop) if start < stop else None
-        self._membership.update(replace(member, held=held))
-
-    @property
-    def unanswered(self) -> list[NodeId]:
-        """Nodes that were asked for a snapshot and have not made it."""
-        return [*self._asked.values()]
-
-    def has_ordered(self, name: NodeId) -> bool:
-        """Return whether a node was told to build its stage."""
-        return name in self._needs and self._needs[name].is_ordered
-
-    def is_source(self, name: NodeId) -> bool:
-        """Return whether a stage still needs what a node has."""
-        return any(
-            name in need.nodes and need.stage.node in need.cluster.unready for need in self._needs.values()
-        )
-
-    def givers(self, cluster: ClusterState) -> tuple[NodeId, ...]:
-        """Return the nodes that gave what a cluster lacked."""
-        needs = (need for need in self._needs.values() if need.cluster is cluster)
-        return tuple(dict.fromkeys(node for need in needs for node in need.nodes))
-
-
-def find_cluster_of_state(cluster: ClusterState, placement: Placement) -> str:
-    """Return the id of the cluster whose state most of these nodes hold; none if they hold nothing."""
-    counts: Counter[str] = Counter()
-    for stage in cluster.cluster.stages:
-        member = placement.membership.find(stage.node)
-        if member is not None and member.held is not None:
-            held = member.held
-            counts[held.cluster_id] += max(0, min(held.stop, stage.stop) - max(held.start, stage.start))
-    return max(counts, key=lambda cluster_id: counts[cluster_id], default="") if counts.total() else ""
-
+from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
+from ravnest.ids import HUB, NodeId
+from ravnest.protocol.placement import SnapshotMade, StageMissing
 
 _MOST_MISSED = 3  # sources in a row, before a node that cannot use them is sent away
 
@@ -481,7 +187,7 @@ class Recovery:
         placement, ledger, had_rings = self._placement, self._ledger, bool(self._placement.rings)
         change = placement.adopt(made.plan, made.microbatches, made.sharing)
         if not had_rings:  # a lone cluster keeps no average
-            ledger.progress.forget_averages(placement.clusters)
+            ledger.progress.forget_averages(each for each in placement.clusters if each not in change.built)
         kept = self.saved.num_counted if self.saved else -1 if ledger.num_counted else 0
         origins = self._sources.begin(change, ledger.progress.samples_seen, kept)
         if self._sources.needs_hub and ledger.num_counted and self.saved is None:
@@ -497,7 +203,8 @@ class Recovery:
         for cluster in change.ended:
             self._checkpoints.drop(cluster)
             given_back, lost = ledger.release(cluster)
-            if find_cluster_of_state(cluster, placement) not in followed:
+            is_followed = find_cluster_of_state(cluster, placement) in followed
+            if not is_followed and not self._sources.continues(cluster):
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 actions.append(Notify(told))
         ledger.progress.forget_others(placement.cluster_ids)
@@ -511,6 +218,7 @@ class Recovery:
             return [Notify(NotCheckpointed(collected.fault))]
         self.saved = books
         self._placement.mark_parts_stale()
+        self._sources.forget_first()
         return [Notify(Checkpointed(books.num_counted, seconds))]
 
     def add_parts(self, made: PartsMade) -> list[Action] | str:

@@ -118,6 +118,12 @@ class Scene:
                     answer = self.blobs[receiver].serve(ME, message)
                     await self.say(answer.message, receiver, answer.buffers)
 
+    async def answer(self, asked: dict[NodeId, BlobRequest]) -> None:
+        """Answer requests that were heard before."""
+        for node, request in asked.items():
+            answer = self.blobs[node].serve(ME, request)
+            await self.say(answer.message, node, answer.buffers)
+
     async def settle(self, seconds: float = 1.0) -> None:
         """Let the other answer what it is asked for a while."""
         try:
@@ -185,14 +191,48 @@ def test_all_that_a_stage_is_made_of_is_fetched_at_once_from_whoever_has_it() ->
         scene.blobs[HUB].keep(b"from the hub")
         sources = ((OTHER, WEIGHTS), (ME, MINE), (HUB, b"from the hub"))
         await scene.say(scene.parts(1, *sources))
-        await scene.hear(BlobRequest, OTHER)  # before the hub has answered anything
-        await scene.hear(BlobRequest)
+        asked = {OTHER: await scene.hear(BlobRequest, OTHER)}  # before the hub has answered anything
+        asked[HUB] = await scene.hear(BlobRequest)
         assert not scene.compute.of(Build)
-        await scene.say(scene.parts(1, *sources))  # the same order again
+        await scene.say(scene.parts(1, *sources))  # the same order again: nothing is asked twice
+        await scene.answer(asked)
         await scene.settle()
         (build,) = scene.compute.of(Build)
         assert (build.blueprint, build.contents) == (BLUEPRINT, (WEIGHTS, MINE, b"from the hub"))
         assert build.parts.version == 5
+
+    assert play(script) == "over"
+
+
+def test_what_was_on_its_way_for_a_build_that_ends_is_of_use_in_the_next() -> None:
+    """The cluster lost another node: this one has the same stage again, under a new number."""
+
+    async def script(scene: Scene, *_) -> None:
+        await scene.say(scene.parts(1, (OTHER, b"four")))
+        asked = {OTHER: await scene.hear(BlobRequest, OTHER)}
+        await scene.say(scene.order(2))
+        await scene.settle()
+        await scene.say(scene.parts(2, (OTHER, b"four")))
+        await scene.settle()  # who asks again is refused
+        scene.blobs[OTHER].keep(b"four")
+        await scene.answer(asked)
+        await scene.settle()
+        (build,) = scene.compute.of(Build)
+        assert (build.order.build_id, build.parts.build_id, build.contents) == (2, 2, (b"four",))
+
+    assert play(script) == "over"
+
+
+def test_what_has_come_for_a_build_that_ends_is_not_built() -> None:
+    async def script(scene: Scene, *_) -> None:
+        scene.blobs[OTHER].keep(b"four")
+        await scene.say(scene.parts(1, (OTHER, b"four")))
+        asked = {OTHER: await scene.hear(BlobRequest, OTHER)}
+        await scene.say(scene.order(2))
+        await scene.answer(asked)
+        await scene.settle()
+        assert not scene.compute.of(Build)
+        assert await scene.has(b"four")
 
     assert play(script) == "over"
 

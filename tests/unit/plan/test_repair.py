@@ -269,6 +269,8 @@ def test_a_joined_node_takes_a_place_where_that_is_worth_it():
     swarm = swarm_of(node("ana", 200), node("bob", 200))
     plan = plan_of(swarm, ("ana", "bob"))
     now = swarm_of(*swarm.nodes, node("carl", 150))
+    root = plan.clusters[0].stages[0].node
+    assert node_joined(plan, "carl", MODEL, now, SIMPLE, building=(root,)).plan.clusters == plan.clusters
     repair = node_joined(plan, "carl", MODEL, now, SIMPLE)
     check_laws(repair.plan, MODEL, now, SIMPLE)
     assert repair.reason == (

@@ -111,3 +111,27 @@ def test_a_plan_with_a_node_in_two_places_breaks_the_law():
     twice = replace(clusters[0], stages=clusters[1].stages)
     with pytest.raises(AssertionError, match="two places"):
         check_plan(Plan(1, 0, (twice, *clusters[1:]), (), ()), 6)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_in_a_first_delivery_a_newcomer_costs_nothing_and_a_death_what_the_dead_node_had(victim):
+    """Six nodes get first weights for a minute, by the hub's slow line; one dies meanwhile, one comes."""
+    job = small_job()
+    job = replace(job, config=replace(job.config, hub_bytes_per_second=1e6, clusters=2, max_stages=3))
+    swarm, hours = small_swarm(9), 75 / 3600
+    early, late = joins(swarm)[:8], Change(20.0, swarm.nodes[8].name, ChangeKind.JOIN)
+    quiet = play(swarm, early, hours=hours, job=job)
+    before = quiet.hub.clusters
+    assert [len(each.nodes) for each in before] == [3, 3]
+    dies = Change(30.0, before[victim].nodes[1], ChangeKind.KILL)
+    world = play(swarm, (*early, late, dies), hours=hours, job=job)
+    after = world.hub.clusters
+    assert after[1 - victim].build_id == before[1 - victim].build_id == 1, "it goes on being built"
+    assert after[victim].build_id > 1
+    assert len(set(after[victim].nodes) - set(before[victim].nodes)) == 1, "a spare takes the place"
+    assert late.node not in (*after[0].nodes, *after[1].nodes)
+    assert len(world.hub.placement.running) == 2
+    assert world.recorder.first_trained_at < 1.05 * quiet.recorder.first_trained_at
+    stage_bytes = 20e6
+    assert 0 < world.transfers.num_bytes - quiet.transfers.num_bytes < stage_bytes, "what is lost comes again"
+    assert world.lines.hub_bulk.num_bytes <= quiet.lines.hub_bulk.num_bytes

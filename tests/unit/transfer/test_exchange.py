@@ -369,7 +369,7 @@ def test_what_came_before_a_cut_and_was_not_checked_is_fetched_again() -> None:
     assert [message.offset >> 20 for message in asked] == [0, 1, 2]
     assert [download.accept(HUB, BlobPart(x.blob, x.offset, x.size_bytes), 0.0) for x in asked] == [True] * 3
     download.record_right(1 << 20)
-    download.drop_all()
+    download.retain(())
     download.add([OTHER])
     assert [request.message.offset >> 20 for request in download.next_requests(0.0)] == [0, 2]
 

@@ -175,16 +175,34 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     world = world_of("abcd", checkpoint_every=1.0)
     world.run_until(lambda: world.told(Checkpointed))
     build, counted = world.build_stage, world.hub.ledger.num_counted
+    before = world.hub.clusters[0].nodes
     world.build_stage = lambda *facts: world.after(5.0, build, *facts)  # what is to be fetched is large
     (world.leave if is_polite else world.kill)(world.hub.clusters[0].root)
     world.run_until(lambda: world.told(Repaired))
     first, version = world.hub.clusters[0], world.hub.clusters[0].version
     world.join("z")
-    world.run_until(lambda: world.hub.clusters[0] is not first)
-    assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
+    world.run_until(lambda: len(world.told(Repaired)) == 2)
+    assert world.hub.clusters[0] is first, "it goes on being built"
+    assert first.version == version > 1, "it counts on from what its nodes hold"
     world.run_until(lambda: world.hub.clusters[0].is_running)
     assert world.told(WorkLost) == world.told(ClusterDissolved) == []
+    assert [len(sent(world, StageParts, name)) for name in first.nodes] == [
+        1 + (name in before) for name in first.nodes
+    ], "each was told once to build its stage anew"
     assert world.hub.ledger.progress.samples_seen(world.hub.clusters[0]) >= counted
+    finishes(world)
+
+
+def test_who_comes_while_a_cluster_is_built_takes_a_place_in_it_once_it_trains():
+    world = HubWorld(job(num_samples=2000))
+    build = world.build_stage
+    world.build_stage = lambda *facts: world.after(20.0, build, *facts)
+    world.join(*"ab", memory_mb=200.0)
+    world.join("c", memory_mb=150.0, at=15.0)
+    world.run_until(lambda: world.told(ClusterStarted))
+    assert len(world.hub.clusters[0].nodes) == 2
+    assert world.now < 45.0, "it was built once"
+    world.run_until(lambda: len(world.hub.clusters[0].nodes) == 3)
     finishes(world)
 
 
