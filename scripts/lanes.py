@@ -1,7 +1,7 @@
 """Everything that must pass, in four lanes side by side: a free lane takes the next command, long ones first.
 
 So two cores are busy to the end. Each command is shown with what it said, its time and its seconds of a core
-when it has ended. The first that fails ends all.
+when it has ended. The first that fails ends all; with --go-on the others go on, and all that failed is named.
 """
 
 import contextlib
@@ -61,13 +61,13 @@ NICENESS = 5
 class Lanes:
     """What runs now, and why it ended; what each command says lies in a folder until then."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, goes_on: bool = False) -> None:
+        self._folder, self._goes_on = folder, goes_on
         self._lock = threading.Lock()
         self._left = (deque(PROGRAMS), deque(COMPUTING))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._is_over = False
-        self.failed = ""
+        self.failed: list[str] = []
 
     def run(self, lane: int) -> None:
         """Run commands until none is left or one has failed; every other lane prefers those that compute."""
@@ -85,8 +85,8 @@ class Lanes:
                 cpu = f"{used.ru_utime + used.ru_stime:.0f} s of a core"
                 print(f"{path.read_text(errors='replace')}{ended}, {cpu}", flush=True)
                 if exit_code and not self._is_over:
-                    self.failed = ended
-            if exit_code:
+                    self.failed.append(ended)
+            if exit_code and not self._goes_on:
                 self.end()
 
     def _take(self, kind: int) -> Command | None:
@@ -128,12 +128,12 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_LANES) as pool:
         print(f"{NUM_LANES} lanes; what they say so far is in {folder}", flush=True)
-        lanes = Lanes(Path(folder))
+        lanes = Lanes(Path(folder), goes_on="--go-on" in sys.argv[1:])
         try:
             list(pool.map(lanes.run, range(NUM_LANES)))
         finally:
             lanes.end()
-    print(f"failed: {lanes.failed}" if lanes.failed else "everything passed", flush=True)
+    print("\n".join(f"failed: {each}" for each in lanes.failed) or "everything passed", flush=True)
     return 1 if lanes.failed else 0
 
 
