@@ -104,7 +104,7 @@ def _member(node: NodeId, shape: Shape, wire_format: WireFormat, slowest: float)
         assert fault is None, fault
         weights = {owner: shape.weights[owner] for owner in ring.owners}
         size = choose_chunk_size(high - low, count, least)
-        shared[segment] = SharedSegment(segment, state, ring.owners, weights, size)
+        shared[segment] = SharedSegment(_ROUND, segment, state, ring.owners, weights, size)
     return DirectRound(_ROUND, node, shared, deadline=float("inf"))
 
 

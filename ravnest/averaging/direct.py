@@ -94,9 +94,12 @@ def find_owners(
     return tuple(x for x in at_work if x not in hidden) or at_work
 
 
-def place_parts(segment: SegmentId, owners: Sequence[NodeId], num_parts: int) -> tuple[NodeId, ...]:
-    """Return the owner of each part; short segments begin at different owners."""
-    places = ((segment + part * len(owners) // num_parts) % len(owners) for part in range(num_parts))
+def place_parts(
+    round_id: RoundId, segment: SegmentId, owners: Sequence[NodeId], num_parts: int
+) -> tuple[NodeId, ...]:
+    """Return the owner of each part. Short segments have others in each round: so all see contributions."""
+    first = round_id + segment
+    places = ((first + part * len(owners) // num_parts) % len(owners) for part in range(num_parts))
     return tuple(owners[place] for place in places)
 
 
@@ -104,6 +107,7 @@ def place_parts(segment: SegmentId, owners: Sequence[NodeId], num_parts: int) ->
 class SharedSegment(Generic[_V]):
     """A segment of a robust round: who brings something, who of them owns no part, how much each counts."""
 
+    round_id: RoundId
     segment: SegmentId
     reducer: RobustReducer[_V]
     members: tuple[NodeId, ...]
@@ -127,7 +131,7 @@ class SharedSegment(Generic[_V]):
     def parts(self) -> dict[NodeId, int]:
         """The part that each owner has, if it has one."""
         num_parts = 1 + max((part for part, _ in self.slices), default=0)
-        placed = place_parts(self.segment, self._owners, num_parts)
+        placed = place_parts(self.round_id, self.segment, self._owners, num_parts)
         return {owner: part for part, owner in enumerate(placed)}
 
     @cached_property

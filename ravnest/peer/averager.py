@@ -292,7 +292,8 @@ class Averager:
             owners = tuple(x for x in _present(self._rings[segment], order) if x in weights)
             size = choose_chunk_size(state.edges[-1], len(owners), order.least_chunk)
             apart = (frozenset(order.resting), frozenset(order.hidden))
-            shared[segment] = SharedSegment(segment, state, owners, weights, size, *apart)
+            facts = (order.round_id, segment, state, owners, weights, size)
+            shared[segment] = SharedSegment(*facts, *apart)
         return DirectRound(order.round_id, self._position.node, shared, self._due)
 
     def _moments(self) -> dict[str, Tensor]:

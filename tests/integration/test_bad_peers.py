@@ -320,7 +320,7 @@ def test_two_neighbours_have_one_ticket_and_a_stranger_to_the_plan_none() -> Non
     async def main() -> None:
         async with hub(expected_nodes=2) as world, stranger(world.token) as one, stranger(world.token) as two:
             for number, each in enumerate((one, two)):
-                await each.join(f"node{number}", memory_bytes=150e6, flops_per_second=1e11)
+                await each.join(f"node{number}", memory_bytes=110e6, flops_per_second=1e11)
             assert (await one.hear(Welcome)).relay_port == world.relay.port
             orders = [await each.hear(PlanOrder) for each in (one, two)]
             tickets = [contact.ticket for order in orders for contact in order.contacts]
@@ -334,7 +334,7 @@ def test_two_neighbours_have_one_ticket_and_a_stranger_to_the_plan_none() -> Non
             assert world.left()[0] == (orders[0].contacts[0].node, "node0 says: it sends nonsense")
             assert world.relay.tickets == ()
             await two.next_event(LinkUp)
-            await two.say_hello("node1", memory_bytes=150e6, flops_per_second=1e11)  # it may come again
+            await two.say_hello("node1", memory_bytes=110e6, flops_per_second=1e11)  # it may come again
             again = await two.hear(PlanOrder)
             while again.stage is None:  # a spare, until the plan is mended
                 again = await two.hear(PlanOrder)

@@ -169,7 +169,8 @@ class DirectWorld:
                 assert state.open({"w": self.live[name, segment]}, {}, weight, len(owners)) is None
                 weights = {x: roster.weights[roster.cluster_of(x)] for x in owners}
                 apart = (roster.resting, roster.hidden)
-                shared[segment] = SharedSegment(segment, state, owners, weights, self.chunk, *apart)
+                facts = (RoundId(self.number), segment, state, owners, weights, self.chunk)
+                shared[segment] = SharedSegment(*facts, *apart)
         return DirectRound(RoundId(self.number), name, shared, deadline=1.0)
 
     def deliver(self, member: DirectRound, work: list, sender: NodeId, message, send) -> None:

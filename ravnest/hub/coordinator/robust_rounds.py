@@ -244,7 +244,8 @@ class RobustDecision:
         if len(num_parts) != 1 or num_parts == {0}:
             return []
         found = []
-        placed = place_parts(segment, self._roster.owners_of_parts(segment), num_parts.pop())
+        working = self._roster.owners_of_parts(segment)
+        placed = place_parts(self._round_id, segment, working, num_parts.pop())
         for part, owner in enumerate(placed):
             others = [x for x in owners if parts[x][part] != parts[owner][part]]
             found += [Dispute(owner, x, "it has another average than its owner") for x in others]
@@ -410,12 +411,12 @@ class Suspicions:
 _WINDOW, _LEAST_ROUNDS = 8, 5  # rounds of a cluster that are judged together
 _FAR = 10.0  # times the typical distance
 _AGAINST, _GAP = -0.15, 0.3
-_LEAST_WITNESSES = 3  # clusters that own parts: of three the median is no single one's word
+_LEAST_WITNESSES = 3  # clusters that may own parts: of three, no single one decides the median
 _LEAST_ITEMS = 100  # that an owner's word is of; of fewer, chance alone makes any change unlike others
 
 
 def compare_clusters(sights: Mapping[NodeId, Sequence[Sight]], roster: RobustRoster) -> dict[str, Likeness]:
-    """Return how alike each cluster's change is to those of the others, where enough owners have seen it."""
+    """Return how alike each cluster's change is to those of the others, where no single owner decides it."""
     far: dict[str, list[float]] = {each: [] for each in roster.clusters}
     cosines: dict[str, list[float]] = {each: [] for each in roster.clusters}
     for own, owners in roster.clusters.items():
@@ -426,8 +427,11 @@ def compare_clusters(sights: Mapping[NodeId, Sequence[Sight]], roster: RobustRos
                 others = [seen[x] for x in seen if x != cluster]
                 far[cluster].append(_distance(seen[cluster], others))
                 cosines[cluster].append(_cosine(seen[cluster]))
+    # Of a short segment another one owns the part in each round, and the median of rounds is judged.
     least = min(_LEAST_WITNESSES, len(roster.clusters) - 1)
-    middle = {each: median(found) for each, found in cosines.items() if len(found) >= least}
+    witnesses = {roster.cluster_of(x) for each in roster.rings for x in roster.owners_of_parts(each)}
+    judged = {each for each in cosines if len(witnesses - {each}) >= least}
+    middle = {each: median(found) for each, found in cosines.items() if found and each in judged}
     mean_weight = sum(roster.weights.values()) / len(roster.weights)
     found: dict[str, Likeness] = {}
     for cluster, cosine in middle.items():

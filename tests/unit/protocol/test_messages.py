@@ -89,7 +89,10 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (b"", "a header of 0 bytes"),
         (b"\x01", "a header of 1 bytes"),
         (b"\x01" + bytes(MOST_HEADER_BYTES), "a header of 65537 bytes"),
-        (header("RoundCommit", 1, version=9), "wire version 9 where 5 is spoken: update the older program"),
+        (
+            header("RoundCommit", 1, version=9),
+            f"wire version 9 where {WIRE_VERSION} is spoken: update the older program",
+        ),
         (header("Nonsense", 1), "Invalid value 'Nonsense'"),
         (header(), "at least length 1, got 0"),
         (header("RoundCommit"), "at least length 2, got 1"),

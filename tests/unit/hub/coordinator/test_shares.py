@@ -170,7 +170,7 @@ def noisy_world(noise, **changes):
 def test_spares_form_a_cluster_when_gradients_turn_out_noisy():
     world = noisy_world(1e5)
     told = [show_notice(news) for news in world.told(NoiseFound)]
-    assert told == ["the noise scale of the gradients is 1e+05 samples: more clusters may pay now"]
+    assert told == ["the noise scale of the gradients is 100,000 samples: more clusters may pay now"]
     world.run()
     assert len(world.hub.clusters) == 2
     assert any("spares form 1 more" in news.reason for news in world.told(Repaired))
