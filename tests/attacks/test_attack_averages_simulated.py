@@ -181,7 +181,12 @@ LIES = {
 }
 HARMLESS = {"slanders all others", "pledges too much"}  # the one is not believed, the other leaves itself out
 # After one such round it owns no part, and cannot do it again; who of the two lied is not known.
-RESTS = {"other bytes to one owner", "finishes something else for one", "finishes huge numbers"}
+RESTS = {
+    "other bytes to one owner",
+    "finishes something else for one",
+    "finishes huge numbers",
+    "says that others cheat checks",
+}
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -191,7 +196,7 @@ def test_a_liar_in_the_protocol_is_named_or_does_no_harm(name):
     found = world.descend()
     assert world.named <= {LIAR}
     assert found <= 1.15 * expected + 0.02, (found, expected, world.num_lost)
-    assert world.num_lost <= 6
+    assert world.num_lost <= 4
     if name not in HARMLESS | RESTS:
         assert LIAR in world.evicted
 

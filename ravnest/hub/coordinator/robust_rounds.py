@@ -6,7 +6,7 @@ who makes it again. The draw follows from all pledges together, so no member for
 replays its log draws the same.
 
 Two that contradict each other cannot be told apart by one round. A cluster that contradicts two others is the
-liar; until then the owner of the pair owns no part, so it cannot accuse again.
+liar; until then the owner or checker of the pair owns no part and checks nothing, so it cannot accuse again.
 """
 
 from collections import deque
@@ -280,6 +280,7 @@ class RobustDecision:
         left = [x for x in members if x != owner and x not in before]
         if not left:
             return []
+        left = [x for x in left if x not in self._roster.resting] or left  # others might accuse again
         left = [x for x in left if x not in self._roster.hidden] or left  # whom all can send to
         checker = left[self._draw.below(len(left))]
         ticket = self._draw.below(_TICKETS)
