@@ -53,17 +53,19 @@ class CheckpointPolicy:
     def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
         """Begin a checkpoint after an evaluation that is the best so far, if another cluster backs it.
 
-        With others to confirm it, it is of the average that all of them have. Else it is what the cluster
-        has just evaluated, before it trains on.
+        With others to confirm it, it is of the average that all of them have. A cluster alone gives what it
+        has just evaluated, before it trains on; of several, none is believed to give what it has evaluated.
         """
         sends: list[Send] = []
         for result in results:
             if result.loss is None or not self._is_best(cluster, result.loss):
                 continue
-            self._best_loss = result.loss
             others = [each for each in self._fellows if each is not cluster]
             keeper = self._ledger.draws.choose(others or [cluster])
             comparison = self._compare(keeper)
+            if comparison is None and len(self._placement.running) > 1:
+                continue
+            self._best_loss = result.loss
             if comparison is None:
                 sends += self._collector.start(cluster, now, self._ledger.books, evaluated=result)
             else:

@@ -46,6 +46,14 @@ def test_no_checkpoint_is_kept_before_there_is_an_average():
     assert any(news.is_committed for news in world.told(RoundEnded))
 
 
+def test_without_an_average_no_single_cluster_gives_the_best_weights():
+    world = AttackWorld(0, epochs=4, num_samples=160, average_every=10_000, checkpoint_every=1e6)
+    world.run()
+    assert len(world.told(Evaluated)) > 2
+    assert not any(news.is_committed and not news.is_final for news in world.told(RoundEnded))
+    assert all(order.others for order in collected(world))
+
+
 def test_a_checkpoint_whose_average_has_moved_on_is_not_kept_and_nobody_is_blamed():
     world = AttackWorld(0)
     deliver = world.deliver
