@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.generation import generate
     from ravnest.requester.job import Job
-    from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
+    from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch, per_update
     from ravnest.requester.session import Hub, local
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "merge_adapter",
     "notices",
     "per_epoch",
+    "per_update",
 ]
 
 _PLACES = {
@@ -66,6 +67,7 @@ _PLACES = {
     "local": "ravnest.requester.session",
     "merge_adapter": "ravnest.requester.finetuning.merging",
     "per_epoch": "ravnest.requester.lr_schedules",
+    "per_update": "ravnest.requester.lr_schedules",
 }
 
 

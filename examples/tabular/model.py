@@ -65,6 +65,6 @@ def job(tiny: bool = False) -> rv.Job:
         epochs=epochs,
         loss=lambda out, batch: F.mse_loss(out, batch["rentals"]),
         optimizer=optimizer,
-        schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_updates),
+        schedule=rv.per_update(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_updates)),
         name="tabular",
     )

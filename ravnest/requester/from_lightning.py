@@ -20,7 +20,7 @@ from ravnest.errors import ConfigError
 from ravnest.model.capture.model_with_loss import name_fields
 from ravnest.requester.dataset import Samples, show_thing
 from ravnest.requester.job import Job
-from ravnest.requester.lr_schedules import per_epoch
+from ravnest.requester.lr_schedules import per_epoch, per_update
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def _read_scheduler(schedulers: Any) -> Any:
             problem = f"a scheduler has frequency={scheduler['frequency']}"
             raise ConfigError(f"{problem}; give one that steps each time, or schedule=")
         scheduler, interval = scheduler.get("scheduler"), scheduler.get("interval", "epoch")
-    return scheduler if interval == "step" else per_epoch(scheduler)
+    return per_update(scheduler) if interval == "step" else per_epoch(scheduler)
 
 
 def _read_trainer(trainer: Any, loader: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ravnest.errors import ConfigError
 from ravnest.requester.job import Job
+from ravnest.requester.lr_schedules import per_update
 from ravnest.requester.padding import round_up
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def from_trainer(trainer: Any, **changes: Any) -> Job:
         job["val_data"] = held_out.loader(batch_size)
         job["evaluate_every"] = _find_eval_steps(arguments, job["max_steps"])
     trainer.create_optimizer_and_scheduler(num_training_steps=job["max_steps"])
-    job |= {"optimizer": trainer.optimizer, "schedule": trainer.lr_scheduler}
+    job |= {"optimizer": trainer.optimizer, "schedule": per_update(trainer.lr_scheduler)}
     if trainer.compute_metrics is not None:
         logger.warning("note: compute_metrics needs all predictions; give Job(metrics=...) functions instead")
     if arguments.gradient_checkpointing:

@@ -87,9 +87,15 @@ class TorchSchedule:
 
 
 def per_epoch(scheduler: object) -> TorchSchedule:
-    """Return a schedule of torch that makes one step after each epoch, not after each update."""
+    """Return a scheduler of torch that makes one step after each epoch."""
     _refuse_unknown_scheduler(scheduler)
     return TorchSchedule(scheduler, num_updates=0)  # type: ignore[arg-type]
+
+
+def per_update(scheduler: object) -> TorchSchedule:
+    """Return a scheduler of torch that makes one step after each update."""
+    _refuse_unknown_scheduler(scheduler)
+    return TorchSchedule(scheduler)  # type: ignore[arg-type]
 
 
 Schedule = Curve | OwnSchedule | TorchSchedule
@@ -124,7 +130,11 @@ def read_schedule(given: object, batches_per_epoch: int = 1) -> Schedule:
         return found
     if is_torch_scheduler(given):
         _refuse_unknown_scheduler(given)
-        return read_schedule(TorchSchedule(given))  # type: ignore[arg-type]
+        raise ConfigError(  # a StepLR of ten epochs that steps after every update trains nothing
+            f"schedule is a {type(given).__name__}, which does not say how often it steps; give "
+            "rv.per_epoch(scheduler) if your loop calls scheduler.step() after each epoch, or "
+            "rv.per_update(scheduler) if after each batch"
+        )
     if isinstance(given, Curve | OwnSchedule):
         return given
     if isinstance(given, type) or not callable(given):

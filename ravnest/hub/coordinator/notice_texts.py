@@ -242,7 +242,7 @@ def _show_result(num_agreeing: int) -> str:
     if num_agreeing:
         clusters = "one other cluster holds" if num_agreeing == 1 else f"{num_agreeing} other clusters hold"
         return f"the result is confirmed: {clusters} the same weights"
-    return "the result was not compared with another cluster's: none holds the same weights"
+    return "the result comes from one cluster: no other has the same weights to compare it with"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

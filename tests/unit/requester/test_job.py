@@ -248,7 +248,7 @@ def test_a_scheduler_of_torch_begins_from_the_rate_before_it():
     optimizer = adamw(0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 4, 1.0))
     assert optimizer.param_groups[0]["lr"] == 0
-    made = job(optimizer=optimizer, schedule=scheduler)
+    made = job(optimizer=optimizer, schedule=ravnest.per_update(scheduler))
     assert [made.rates.factor(update, 8) for update in (0, 2, 6)] == [0, 0.5, 1]
     with pytest.raises(ConfigError, match="lr of the optimizer's first group is 0"):
         job(optimizer=optimizer)

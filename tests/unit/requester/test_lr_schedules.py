@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import ConfigError
-from ravnest.requester.lr_schedules import Curve, constant, cosine, factors, linear, per_epoch, read_schedule
+from ravnest.requester.lr_schedules import (
+    Curve,
+    constant,
+    cosine,
+    factors,
+    linear,
+    per_epoch,
+    per_update,
+    read_schedule,
+)
 
 curves = st.builds(
     Curve,
@@ -114,7 +123,7 @@ def test_a_scheduler_of_torch_gives_the_rates_that_it_would_give(name, every):
     given = SCHEDULERS[name](ours := two_groups())
     base = reference.param_groups[0]["initial_lr"]
     before = [group["lr"] for group in ours.param_groups]
-    schedule = read_schedule(given) if every == 1 else read_schedule(per_epoch(given), every)
+    schedule = read_schedule(per_update(given) if every == 1 else per_epoch(given), every)
     for update in range(40):
         now = reference.param_groups[0]["lr"]
         assert base * schedule.factor(update, 40) == pytest.approx(now, abs=1e-9), update
@@ -124,11 +133,20 @@ def test_a_scheduler_of_torch_gives_the_rates_that_it_would_give(name, every):
     assert [group["lr"] for group in ours.param_groups] == before
 
 
+def test_a_scheduler_that_does_not_say_how_often_it_steps_is_refused():
+    """As one of epochs, stepped after every update, it takes the rate to nothing before anything is learned."""
+    scheduler = TORCH.StepLR(two_groups(), 2, 0.3)
+    assert read_schedule(per_epoch(scheduler), 100).factor(199, 400) == 1
+    assert read_schedule(per_update(scheduler), 100).factor(199, 400) < 1e-50
+    with pytest.raises(ConfigError, match=r"a StepLR, .* rv.per_epoch\(scheduler\) if .* rv.per_update\(sch"):
+        read_schedule(scheduler, 100)
+
+
 def test_schedulers_that_are_more_than_one_factor_are_refused():
     optimizer = two_groups()
     apart = TORCH.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])
     with pytest.raises(ConfigError, match="groups different factors at step 1; give all groups the same"):
-        factors(read_schedule(apart), 3)
+        factors(read_schedule(per_update(apart)), 3)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau waits for losses"):
         read_schedule(TORCH.ReduceLROnPlateau(optimizer))
     momentum = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, momentum=0.9)
