@@ -134,7 +134,7 @@ def test_a_scheduler_of_torch_gives_the_rates_that_it_would_give(name, every):
 
 
 def test_a_scheduler_that_does_not_say_how_often_it_steps_is_refused():
-    """As one of epochs, stepped after every update, it takes the rate to nothing before anything is learned."""
+    """One of epochs, stepped after every update, takes the rate to nothing before anything is learned."""
     scheduler = TORCH.StepLR(two_groups(), 2, 0.3)
     assert read_schedule(per_epoch(scheduler), 100).factor(199, 400) == 1
     assert read_schedule(per_update(scheduler), 100).factor(199, 400) < 1e-50
