@@ -57,10 +57,17 @@ class Deliveries:
         for ring in rings:
             owners = [self._membership[name].node for name in ring.owners]
             turns = sorted(owners, key=_rank_sender)
+            num_reachable = sum(node.is_reachable for node in turns)  # they come first, and meet all
+            interval, receivers = (ring.start, ring.stop), self._before.setdefault((ring.start, ring.stop), {})
+            num_after: Counter[NodeId] = Counter()
             for turn, node in enumerate(turns):
-                met = [x.name for x in turns[:turn] if _meet(x, node)]
-                share = self._add(node.name, (ring.start, ring.stop), tuple(met[-_MOST_BEFORE:]))
-                found[node.name] = (*found.get(node.name, ()), share)
+                last = turn if node.is_reachable else min(turn, num_reachable)
+                before = tuple(x.name for x in turns[max(0, last - _MOST_BEFORE) : last])
+                receivers[node.name] = before
+                for name in before:
+                    num_after[name] += 1
+                found[node.name] = (*found.get(node.name, ()), Share(*interval, before))
+            self._num_after.update(num_after)
         for stage in stages:
             if stage.node not in found:
                 found[stage.node] = (self._add(stage.node, (stage.start, stage.stop), ()),)

@@ -5,7 +5,7 @@ they are train on, or go on being built. The others are built anew under its num
 is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.config import Averaging, PlanConfig
@@ -13,12 +13,13 @@ from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsM
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
-from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.forecast import Forecast, Outline, forecast, outline
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
 _MOST_TRIED = 4  # spares that came while clusters were built, in one plan
+_NEAR = 2  # owners before and after it that a node knows in a ring, if no round needs all
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
 
 
@@ -93,12 +94,18 @@ class Placement:
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
         self._rings_of: dict[NodeId, Rings] = {}  # by owner
+        self._turns_of: dict[NodeId, tuple[int, ...]] = {}  # by owner: its place in each of them
         self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
+        self._told: dict[NodeId, Contact] | None = None  # while many are told: how members are reached
+        self._extras: Extras = {}  # as members were told last
+        self._introduced: dict[NodeId, set[NodeId]] = {}  # contacts that rounds have needed since
         # Owners by rings, while many are told of the same; None: members may be others each time.
         self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] | None = None
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
-        self._outlook: Forecast | None = None
+        self._planned_costs = job.profile, job.config  # as the plan counted
+        self._outline: Outline | None = None
+        self._outlook: Forecast | None = None  # once somebody has asked
         self._microbatches = 1
         self.sharing = ALONE  # how clusters share the job
         self.noise: float | None = None  # the job's noise scale, once measured
@@ -109,9 +116,18 @@ class Placement:
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
 
     @property
+    def outline(self) -> Outline:
+        """How fast the current plan is."""
+        assert self._outline is not None, "no plan was formed"
+        return self._outline
+
+    @property
     def outlook(self) -> Forecast:
-        """What the current plan promises."""
-        assert self._outlook is not None, "no plan was formed"
+        """What the current plan promises, stage by stage; people ask for it, no decision does."""
+        assert self._plan is not None, "no plan was formed"
+        if self._outlook is None:
+            profile, config = self._planned_costs
+            self._outlook = forecast(self._plan, profile, Swarm(tuple(self._planned.values())), config)
         return self._outlook
 
     @property
@@ -316,30 +332,33 @@ class Placement:
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
-        self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
-        before, kept = self._clusters, {x.cluster: x for x in self._clusters if not x.is_broken}
+        self._planned_costs = profile, config = self.costs
+        self._outline, self._outlook = outline(plan, profile, Swarm(tuple(planned.values())), config), None
+        before, kept = self._clusters, {x.root: x for x in self._clusters if not x.is_broken}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
         for index, cluster in enumerate(plan.clusters):
             name = cluster_name(index)
-            state = kept.get(cluster)
-            if state is None:
+            state = kept.get(cluster.stages[0].node)
+            if state is None or state.cluster != cluster:
                 unready = {stage.node for stage in cluster.stages}
                 state = ClusterState(name, plan.plan_id, cluster, unready, f"{name}{plan.plan_id}")
                 built.append(state)
             state.name = name
-            state.samples_per_second = self._outlook.clusters[index].samples_per_second
+            state.samples_per_second = self._outline.cluster_rates[index]
             clusters.append(state)
         self._place(tuple(clusters))
         here = set(clusters)
         ended = tuple(each for each in before if each not in here)
         for name in (name for each in ended for name in each.nodes if name in self.membership):
             self._move_to_spare(name)
-        for name in (name for each in built for name in each.nodes):
-            self.membership.move(name, NodePhase.BUILDING)
+        for each in built:
+            for name in each.nodes:
+                self.membership.begin_build(name, each.build_id)
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
-        self._plan, self._rings_of = plan, _index_rings(plan.rings)
+        self._plan = plan
+        self._rings_of, self._turns_of = _index_rings(plan.rings)
         self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
         return PlanChange(tuple(built), ended, has_new_rings)
 
@@ -359,7 +378,9 @@ class Placement:
 
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
-        sends, self._owners_of = [], {}
+        sends: list[Send] = []
+        self._owners_of, self._extras, self._introduced = {}, extras, {}
+        self._told = {name: self._contact(name) for name in self.membership}
         built = {cluster.cluster_id for cluster in change.built}
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
@@ -376,12 +397,31 @@ class Placement:
                 sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
             elif not member.build_id or name in was_busy or name in extras:
                 sends += self._order_spare(name, extras)
-        self._owners_of = None
+        self._owners_of = self._told = None
         return sends
+
+    def introduce(self, absent: Collection[NodeId]) -> list[Send]:
+        """Tell neighbours of a round of each other who were too far apart in their ring to know each other."""
+        if not absent or self._meets_all:
+            return []
+        away = frozenset(absent)
+        new: dict[NodeId, None] = {}
+        for ring in self.rings:
+            turns = [turn for turn, owner in enumerate(ring.owners) if owner not in away]
+            for before, turn in zip((turns[-1:] + turns), turns, strict=False):
+                if (turn - before) % len(ring.owners) <= _NEAR:
+                    continue
+                for one, other in ((before, turn), (turn, before)):
+                    known = self._introduced.setdefault(ring.owners[one], set())
+                    if ring.owners[other] not in known:
+                        known.add(ring.owners[other])
+                        new[ring.owners[one]] = None
+        return [self._order_rings(self._cluster_by_node[name], name, self._extras) for name in new]
 
     def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
         """Make spares of nodes without a stage whose state others have by now."""
-        left = [m.node.name for m in self.membership.members if m.held is not None and not m.is_leaving]
+        members = self.membership.in_phase(NodePhase.SPARE, NodePhase.MISSING)
+        left = [m.node.name for m in members if m.held is not None and not m.is_leaving]
         done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
         return [send for name in done for send in self._order_spare(name, {})]
 
@@ -441,11 +481,10 @@ class Placement:
 
     def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
         assert self._plan is not None
-        self.membership.update(replace(self.membership[stage.node], build_id=cluster.build_id))
-        rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
-        since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
-        order = PlanOrder(cluster.build_id, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
-        return Send(stage.node, replace(order, is_exact=self.is_exact))
+        nodes = cluster.nodes
+        rings, contacts = self._rings(stage.node), self._contacts(stage.node, nodes, extras)
+        facts = (cluster.build_id, self._rings_since, self._plan.seed, stage, nodes, rings, contacts)
+        return Send(stage.node, PlanOrder(*facts, cluster.cluster.accumulate, self.is_exact))
 
     def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
         contacts = self._contacts(name, cluster.nodes, extras)
@@ -455,15 +494,28 @@ class Placement:
     def _rings(self, name: NodeId) -> Rings:
         return self._rings_of.get(name, ())
 
+    @property
+    def _meets_all(self) -> bool:
+        """Whether a round may be robust: then each owner sends to all others of its rings."""
+        count = len(self._clusters)
+        return not self.is_exact and self._job.settings.mean.is_robust(count, count)
+
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
         near = dict.fromkeys((*nodes, *sorted(extras.get(name, ()))))
         found = [self._contact(each) for each in near if each != name and each in self.membership]
         near[name] = None
-        found += [each for each in self._owners(self._rings(name)) if each.node not in near]
+        found += [each for each in self._owners(name) if each.node not in near]
         return tuple(found)
 
-    def _owners(self, rings: Rings) -> tuple[Contact, ...]:
-        """Return how all owners of some rings are reached: many nodes are in the same."""
+    def _owners(self, name: NodeId) -> Sequence[Contact]:
+        """Return how the owners of a node's rings are reached that it may send to: many are told the same."""
+        rings = self._rings(name)
+        if not self._meets_all:
+            near: dict[NodeId, None] = {}
+            for (_, ring), turn in zip(rings, self._turns_of.get(name, ()), strict=True):
+                near |= dict.fromkeys(_neighbours(ring.owners, turn))
+            near |= dict.fromkeys(sorted(self._introduced.get(name, ())))
+            return [self._contact(each) for each in near if each in self.membership]
         numbers = tuple(number for number, _ in rings)
         if self._owners_of is not None and numbers in self._owners_of:
             return self._owners_of[numbers]
@@ -475,16 +527,29 @@ class Placement:
 
     def _contact(self, name: NodeId) -> Contact:
         """Return how a member is reached; many are told the same."""
+        if self._told is not None:
+            return self._told[name]
         member, found = self.membership[name], self._contact_of.get(name)
         if found is None or found.key != member.key or found.addresses != member.addresses:
             found = self._contact_of[name] = Contact(name, member.key, member.addresses)
         return found
 
 
-def _index_rings(rings: tuple[Ring, ...]) -> dict[NodeId, Rings]:
-    """Return the rings that each node is an owner of, with their numbers."""
+def _index_rings(rings: tuple[Ring, ...]) -> tuple[dict[NodeId, Rings], dict[NodeId, tuple[int, ...]]]:
+    """Return the rings that each node is an owner of, with their numbers, and its place in each of them."""
     found: dict[NodeId, Rings] = {}
+    turns: dict[NodeId, tuple[int, ...]] = {}
     for index, ring in enumerate(rings):
-        for owner in ring.owners:
-            found[owner] = (*found.get(owner, ()), (SegmentId(index), ring))
-    return found
+        numbered = (SegmentId(index), ring)
+        for turn, owner in enumerate(ring.owners):
+            found[owner] = (*found.get(owner, ()), numbered)
+            turns[owner] = (*turns.get(owner, ()), turn)
+    return found, turns
+
+
+def _neighbours(owners: tuple[NodeId, ...], turn: int) -> tuple[NodeId, ...]:
+    """Return the owners next to one in a ring, in the order of the ring; in a small one these are all."""
+    if len(owners) <= 2 * _NEAR + 1:
+        return owners
+    around = ((turn + step) % len(owners) for step in range(-_NEAR, _NEAR + 1))
+    return tuple(owners[each] for each in sorted(around))

@@ -132,11 +132,11 @@ class Recovery:
         count, placement = made.microbatches, self._placement
         change = placement.adopt(made.plan, count, made.sharing)
         self._ledger.cut(count, lease_batches(self._job, made.plan, count))
-        outlook, size = placement.outlook, self._batch_size
+        outline, size = placement.outline, self._batch_size
         told = PlanFormed(
             made.plan,
-            outlook.samples_per_second,
-            outlook.round_seconds,
+            outline.samples_per_second,
+            outline.round_seconds,
             size,
             count,
             made.sharing,

@@ -36,6 +36,11 @@ class _Need:
     is_ordered: bool = False
     shares: tuple[Share, ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
 
+    @property
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of its shares."""
+        return tuple((share.start, share.stop) for share in self.shares)
+
 
 @dataclass(frozen=True, slots=True)
 class _Backup:
@@ -305,10 +310,16 @@ class StateSources:
     def order_builds(self) -> list[Send | MakeParts]:
         """Order the stages to be built whose parts and snapshots are all there."""
         orders: list[Send | MakeParts] = []
+        missing: set[tuple[object, ...]] = set()  # what stages are made of: many wait for the same
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
                 continue
+            kind = (need.stage.start, need.stage.stop, HUB in need.nodes, need.intervals)
+            if kind in missing:
+                continue
             made = self._find_parts(need, orders)
+            if made is None:
+                missing.add(kind)
             if made is not None and all(node in self._snapshots for node in need.nodes if node != HUB):
                 need.is_ordered = True
                 self._shrink(need)
@@ -321,7 +332,7 @@ class StateSources:
         """Return what the requester's side makes of a stage, and what the hub gives; or order it made."""
         stage, is_hubs = need.stage, HUB in need.nodes
         shares = need.shares or (Share(stage.start, stage.stop),) if is_hubs else ()
-        intervals = [(share.start, share.stop) for share in shares]
+        intervals = tuple((share.start, share.stop) for share in shares)
         wanted = dict.fromkeys([(stage.start, stage.stop), *intervals])
         given: list[Source] = []
         found: dict[tuple[int, int], PartsMade] = {}
