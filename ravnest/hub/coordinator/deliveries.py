@@ -58,7 +58,8 @@ class Deliveries:
             owners = [self._membership[name].node for name in ring.owners]
             turns = sorted(owners, key=_rank_sender)
             num_reachable = sum(node.is_reachable for node in turns)  # they come first, and meet all
-            interval, receivers = (ring.start, ring.stop), self._before.setdefault((ring.start, ring.stop), {})
+            interval = ring.start, ring.stop
+            receivers = self._before.setdefault(interval, {})
             num_after: Counter[NodeId] = Counter()
             for turn, node in enumerate(turns):
                 last = turn if node.is_reachable else min(turn, num_reachable)

@@ -401,7 +401,7 @@ class Placement:
         return sends
 
     def introduce(self, absent: Collection[NodeId]) -> list[Send]:
-        """Tell neighbours of a round of each other who were too far apart in their ring to know each other."""
+        """Tell neighbours in a round of each other, if they were too far apart in their ring to be told."""
         if not absent or self._meets_all:
             return []
         away = frozenset(absent)
