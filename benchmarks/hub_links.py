@@ -1,8 +1,8 @@
 """A real hub and many light peers over real CURVE links: no torch, many links in each of a few processes.
 
-The hub is the program that ships: server, coordinator, monitors, log on disk, ZeroMQ. Its peers join, say that
-their stages are ready, report every microbatch and vote in rounds; they compute nothing. Each process has one
-event loop and one ZeroMQ context for all its peers.
+The hub is the program that ships: server, coordinator, monitors, log on disk, ZeroMQ. Its peers join, say
+that their stages are ready, report every microbatch and vote in rounds; they compute nothing. Each process
+has one event loop and one ZeroMQ context for all its peers.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import zmq
 
 from benchmarks.hub_load import CONFIG, GroupPlanner, make_node, make_profile
 from benchmarks.measure import memory_of
-from ravnest.config import TIMEOUTS
 from ravnest.errors import ProtocolError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
@@ -108,19 +107,20 @@ class _NoOwner:
     def read_fields(
         self, is_evaluation: bool, microbatches: Sequence[Sequence[int]], names: Sequence[str]
     ) -> Iterator[Any]:
-        yield from (((), ()) for _ in microbatches)
+        while True:
+            yield (), ()
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"nobody asks for {name}")
 
 
-async def _look(late: list[float]) -> None:
-    """Record how late the event loop is, again and again."""
+async def _look(late: list[tuple[float, float]]) -> None:
+    """Record how late the event loop is, and what it took of a core meanwhile, again and again."""
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + _LOOK_SECONDS
+        due, used = loop.time() + _LOOK_SECONDS, time.thread_time()
         await asyncio.sleep(_LOOK_SECONDS)
-        late.append(loop.time() - due)
+        late.append((loop.time() - due, time.thread_time() - used))
 
 
 def _run_hub(load: LinkLoad, control: Connection, folder: str) -> None:
@@ -142,7 +142,7 @@ async def _serve(load: LinkLoad, control: Connection, folder: Path) -> None:
     )
     profile = make_profile()
     job = JobGiven(profile, CONFIG, settings, 0.0)
-    keys, secret, seen, late = new_keys(), os.urandom(SECRET_BYTES), _Seen(), list[float]()
+    keys, secret, seen, late = new_keys(), os.urandom(SECRET_BYTES), _Seen(), list[tuple[float, float]]()
     parts = HubParts(planner=GroupPlanner(cluster_size=1, spare_share=0.0))
     with EventLog(folder) as store:
         server = Server(
@@ -160,7 +160,9 @@ async def _serve(load: LinkLoad, control: Connection, folder: Path) -> None:
                 await asyncio.wait([running, looking])
 
 
-async def _answer(control: Connection, server: Server, seen: _Seen, late: list[float], folder: Path) -> None:
+async def _answer(
+    control: Connection, server: Server, seen: _Seen, late: list[tuple[float, float]], folder: Path
+) -> None:
     """Answer the parent's questions until it has no more."""
     while await asyncio.to_thread(control.recv) == "look":
         memory, usage = memory_of("self")["VmRSS"], os.times()
@@ -374,12 +376,12 @@ class _Phase:
     first: dict[str, Any]
     last: dict[str, Any]
     totals: dict[str, int]
-    late: list[float]
+    late: list[tuple[float, float]]
 
 
 def _wait(swarm: Swarm, until: float, is_over: Any, *, needs_it: bool = True) -> _Phase:
     """Look every half second until something is so."""
-    first, late = None, list[float]()
+    first, late = None, list[tuple[float, float]]()
     while True:
         hub, totals = swarm.look()
         first = first or hub
@@ -419,19 +421,15 @@ def _summarise(load: LinkLoad, began: float, idle: dict[str, Any], *phases: _Pha
         "load_average": round(os.getloadavg()[0], 1),
     }
     for name, phase in zip(("joining", "planning", "training"), phases, strict=True):
-        late = sorted(phase.late) or [0.0]  # it was over at the first look
-        figures[f"{name}_ms"] = {
-            "p50": _milli(late[len(late) // 2]),
-            "p99": _milli(late[int(0.99 * len(late))]),
-            "max": _milli(late[-1]),
-        }
+        for index, what in enumerate(("late", "busy")):
+            found = sorted(each[index] for each in phase.late) or [0.0]  # it was over at the first look
+            figures[f"{name}_{what}_ms"] = {
+                "p50": _milli(found[len(found) // 2]),
+                "p99": _milli(found[int(0.99 * len(found))]),
+                "max": _milli(found[-1]),
+            }
     return figures
 
 
 def _milli(seconds: float) -> float:
     return round(1e3 * seconds, 1)
-
-
-def measure_storm(num_peers: int, num_processes: int) -> dict[str, Any]:
-    """Let peers join all at once, without a plan to follow."""
-    return measure_links(LinkLoad(num_peers, num_processes, TIMEOUTS.peer.report_every_seconds, 1.0))

@@ -21,7 +21,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net.endpoint import Admit, Endpoint
+from ravnest.net.endpoint import Admit, Connection, Endpoint
 from ravnest.net.identity import KeyPair, peer_of, split_address, write_address
 from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
@@ -208,6 +208,10 @@ class ZeroMqTransport(Endpoint):
         except zmq.ZMQError as error:
             self._lost(connection, f"{place} cannot be dialled: {error.strerror}")
 
+    def _is_behind(self, connection: Connection | None) -> bool:
+        watched = connection.watched if isinstance(connection, _Dialled | _Accepted) else None
+        return watched is not None and watched.is_behind(self._timeouts.tick_seconds)
+
     def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
         envelope, _, version, number, *_, key = [frame.bytes for frame in question]
@@ -266,6 +270,14 @@ class _Watched:
         self._others = others  # that are open
         self._accept: OnFrames | None = None
         self._is_due = False
+        self._empty_at = loop.time()  # when all that came was read
+
+    def is_behind(self, seconds: float) -> bool:
+        """Return whether something has lain here unread for so long."""
+        if self.socket.closed or self._loop.time() - self._empty_at < seconds:
+            return False
+        self._plan()  # the question may swallow what the descriptor would tell
+        return bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
 
     def start(self, accept: OnFrames) -> None:
         """Accept what has come, and all that comes."""
@@ -307,6 +319,7 @@ class _Watched:
             if self.socket.closed or self._accept is None:
                 return
             if not int(self.socket.getsockopt(_EVENTS)) & _READABLE:  # else an exception, at twice the cost
+                self._empty_at = self._loop.time()
                 return
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -324,7 +337,7 @@ class _Dialled:
     def __init__(self, peer: PeerId, dealer: _Watched, monitor: _Watched) -> None:
         self.peer = peer
         self.task: asyncio.Task[None] | None = None
-        self._dealer = dealer
+        self._dealer = self.watched = dealer
         self._monitor = monitor
         self._early: list[Frames] | None = []
 
@@ -360,7 +373,7 @@ class _Accepted:
     def __init__(self, peer: PeerId, envelope: bytes, owner: ZeroMqTransport) -> None:
         self.peer = peer
         self._envelope = envelope
-        self._owner = owner
+        self._owner, self.watched = owner, owner._router
 
     def send(self, frames: Frames) -> None:
         self._owner._router.send([self._envelope, *frames])
