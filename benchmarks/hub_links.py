@@ -218,8 +218,9 @@ class _LightPeer:
                 node = make_node(self._number)
                 address = f"tcp://10.{self._number >> 8}.{self._number & 255}.1:7700"
                 await self._say(Hello(PROTOCOL_VERSION, node, (address,)))
-            case LinkDown():
+            case LinkDown(_, reason):
                 self._totals["lost"] += 1
+                self._totals["silent"] += reason.startswith("nothing heard")
             case Delivery(header=header, buffers=buffers):
                 try:
                     message = messages.unpack(header, buffers)
@@ -271,7 +272,9 @@ def _run_peers(
 
 async def _take_part(numbers: range, load: LinkLoad, token: Token, control: Connection) -> None:
     allow_many_files()
-    totals = dict.fromkeys(("joined", "orders", "order_bytes", "largest_order", "lost", "damaged", "said"), 0)
+    totals = dict.fromkeys(
+        ("joined", "orders", "order_bytes", "largest_order", "lost", "silent", "damaged", "said"), 0
+    )
     context = open_context()
     peers = [_LightPeer(number, token, load, totals) for number in numbers]
     control.send("ready")

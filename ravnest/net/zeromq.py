@@ -28,7 +28,8 @@ from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)
 
-FRAMES_PER_TURN = 16  # then others on the loop get theirs
+FRAMES_PER_TURN = 16  # with their chunks, then others on the loop get theirs
+_SMALL_PER_TURN = 128  # without: a thousand links send that many heartbeats in a twentieth of a second
 _SHARED_BYTES = 65_536  # a copy of less costs less than to learn when the memory is free again
 _IO_THREADS = 3
 _MOST_SOCKETS = 16_384  # of a context; where nobody says so it has room for 341 links
@@ -315,7 +316,10 @@ class _Watched:
 
     def _look(self) -> None:
         self._is_due = False
-        for _ in range(FRAMES_PER_TURN):
+        num_large = 0
+        for _ in range(_SMALL_PER_TURN):
+            if num_large == FRAMES_PER_TURN:
+                break
             if self.socket.closed or self._accept is None:
                 return
             if not int(self.socket.getsockopt(_EVENTS)) & _READABLE:  # else an exception, at twice the cost
@@ -325,6 +329,7 @@ class _Watched:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            num_large += len(frames[-1]) >= _SHARED_BYTES
             self._accept(frames)
         self._plan()
 

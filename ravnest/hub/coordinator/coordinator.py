@@ -138,6 +138,11 @@ class Coordinator:
         """When the next Tick is needed, if nothing else happens."""
         return self._duties.due(self.now)
 
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether members are still being told of a large plan: give it Ticks before events that change it."""
+        return self._recovery.is_rolling_out
+
     def is_at(self, job: JobGiven) -> bool:
         """Return whether this very job is under way, whatever nodes are expected for it."""
         if not self._life.is_under_way:

@@ -432,6 +432,8 @@ class Duties:
 
     def due(self, now: float) -> float | None:
         """Return when something is to be done, if nothing else happens."""
+        if self._recovery.is_rolling_out:
+            return now
         life, phase = self._life, self._life.phase
         times = [self._recovery.due(now)]
         if phase is JobPhase.COLLECTING:
@@ -462,6 +464,9 @@ class Duties:
         """Do what is due in this phase; a duty may bring the job into its next one."""
         if not self._life.has_begun:
             return []
+        actions = self._recovery.roll_out() if self._recovery.is_rolling_out else []
+        if self._recovery.is_rolling_out:
+            return actions
         at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
         duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
             ((JobPhase.COLLECTING,), self._plan_trigger.ask_for_plan),
@@ -473,7 +478,6 @@ class Duties:
             (at_work, self._retain_inquiries),
         )
         self._spot_checks.expire(now)
-        actions: list[Action] = []
         for phases, duty in duties:
             if self._life.phase in phases:
                 actions += duty(now)

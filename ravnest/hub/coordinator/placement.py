@@ -5,7 +5,7 @@ they are train on, or go on being built. The others are built anew under its num
 is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.config import Averaging, PlanConfig
@@ -19,6 +19,7 @@ from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, 
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
 _MOST_TRIED = 4  # spares that came while clusters were built, in one plan
+SLICE = 1024  # members that are told of a plan in one event, about
 _NEAR = 2  # owners before and after it that a node knows in a ring, if no round needs all
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
 
@@ -373,8 +374,8 @@ class Placement:
 
     def announce(
         self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
-    ) -> list[Send]:
-        """Tell every member its part of a new plan, unless it is the same as before.
+    ) -> Iterator[list[Send]]:
+        """Tell every member its part of a new plan, unless it is the same as before; some at a time.
 
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
@@ -388,6 +389,9 @@ class Placement:
                     sends.append(self._order_stage(cluster, stage, extras))
                 elif change.has_new_rings or stage.node in extras:
                     sends.append(self._order_rings(cluster, stage.node, extras))
+            if len(sends) >= SLICE:
+                yield sends
+                sends = []
         was_busy = {name for cluster in change.ended for name in cluster.nodes}
         for member in self.membership.members:
             name = member.node.name
@@ -398,7 +402,7 @@ class Placement:
             elif not member.build_id or name in was_busy or name in extras:
                 sends += self._order_spare(name, extras)
         self._owners_of = self._told = None
-        return sends
+        yield sends
 
     def introduce(self, absent: Collection[NodeId]) -> list[Send]:
         """Tell neighbours in a round of each other, if they were too far apart in their ring to be told."""

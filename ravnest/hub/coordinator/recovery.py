@@ -6,7 +6,7 @@ for a while. Newcomers become part of the next plan.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
@@ -30,7 +30,7 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
 )
 from ravnest.hub.coordinator.phases import ClusterPhase
-from ravnest.hub.coordinator.placement import ClusterState, Placement
+from ravnest.hub.coordinator.placement import SLICE, ClusterState, Placement, PlanChange
 from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
 from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
@@ -62,6 +62,26 @@ class Recovery:
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
         self._num_missed: Counter[NodeId] = Counter()  # sources that a node could not use, in a row
+        self._rollout: Iterator[list[Action]] | None = None  # what is left to tell of a large plan
+
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether members are still being told of a plan; nobody may come or go meanwhile."""
+        return self._rollout is not None
+
+    def roll_out(self) -> list[Action]:
+        """Do the next step of a large plan: none of them takes long."""
+        assert self._rollout is not None, "no plan is being told"
+        step = next(self._rollout, None)
+        self._rollout = None if step is None else self._rollout
+        return step or []
+
+    def _begin_rollout(self, steps: Iterator[list[Action]]) -> list[Action]:
+        """Do all steps of a plan at once, or begin with them, if they are many."""
+        if len(self._membership) <= SLICE:
+            return [action for step in steps for action in step]
+        self._rollout = steps
+        return []
 
     @property
     def is_urgent(self) -> bool:
@@ -142,9 +162,14 @@ class Recovery:
             made.sharing,
             made.reason,
         )
+        return [Notify(told), *self._begin_rollout(self._form_in_steps(change))]
+
+    def _form_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
         self._sources.begin_first(change)
-        announced = placement.announce(change, self._find_contacts())
-        return [Notify(told), *announced, *self._sources.order_builds()]
+        yield []
+        for sends in self._placement.announce(change, self._find_contacts()):
+            yield [*sends]
+        yield [*self._sources.order_builds()]
 
     def hold(self, made: PlanMade, now: float) -> bool:
         """Hold a plan that has time until its clusters have finished their work; return whether it does."""
@@ -208,8 +233,13 @@ class Recovery:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 actions.append(Notify(told))
         ledger.progress.forget_others(placement.cluster_ids)
-        actions += placement.announce(change, self._find_contacts(), self._sources.is_source)
-        return [*actions, *self._sources.ask(), *self._sources.order_builds()]
+        return actions + self._begin_rollout(self._repair_in_steps(change))
+
+    def _repair_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
+        is_source = self._sources.is_source
+        for sends in self._placement.announce(change, self._find_contacts(), is_source):
+            yield [*sends]
+        yield [*self._sources.ask(), *self._sources.order_builds()]
 
     def end_checkpoint(self, collected: Collected, now: float) -> list[Action]:
         """Go on from what is on disk now, if it comes to that."""

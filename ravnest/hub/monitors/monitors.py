@@ -591,9 +591,13 @@ class MonitoredCoordinator:
         return tuple(actions)
 
     def _decide(self, event: Event) -> tuple[Action, ...]:
+        """Let the coordinator decide, after a large plan is told to all, unless that may wait."""
+        told: list[Action] = []
+        while self.hub.is_rolling_out and not _may_interrupt(event):
+            told += self._decide(Tick(event.now))
         actions = apply_logged(self.hub, event, self._log)
         self._show(event, actions)
-        return actions
+        return tuple(told) if told and actions and isinstance(actions[0], Refusal) else (*told, *actions)
 
     def _show(self, event: Event, actions: tuple[Action, ...]) -> None:
         if self._watch is not None:
