@@ -184,7 +184,11 @@ _ATTENTION_DIMENSIONS = 4  # rows, heads, places, features
 
 
 class ComplexPair:
-    """A complex tensor: real and imaginary parts along the last dimension of `parts`."""
+    """A complex tensor: real and imaginary parts along the last dimension of `parts`.
+
+    Rotary embeddings are often complex: `view_as_complex(x) * polar(1, angle)`. A pair of real numbers does
+    the same; what else such code does with complex tensors ends with Python's own words.
+    """
 
     def __init__(self, parts: Tensor) -> None:
         self.parts = parts
