@@ -20,9 +20,8 @@ from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.place_axes import find_axis
 from ravnest.model.blueprint.program import Blueprint, Program, ValueId
-from ravnest.model.stage.cached_text import NewPlaces, TextCache
 from ravnest.model.stage.stage_program import StageProgram
-from ravnest.model.stage.stage_texts import StageTexts
+from ravnest.model.stage.stage_texts import NewPlaces, StageTexts, TextCache
 from ravnest.model.stage.text_model import LOGITS_RESULT, make_generation_program
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.protocol.generation import (

@@ -16,8 +16,8 @@ from ravnest.model.blueprint.blueprint_json import read_blueprint, write_bluepri
 from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import capture
-from ravnest.model.stage.cached_text import NewPlaces
 from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.stage.stage_texts import NewPlaces
 from ravnest.model.stage.text_model import find_text_model, make_generation_program
 from ravnest.model.state.quantisation import dequantise, quantise
 from ravnest.peer.pacing import Device, StagePosition
