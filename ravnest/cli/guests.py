@@ -18,8 +18,7 @@ def invite(name: str, folder: str | None, days: float | None, nodes: int | None,
 
     The guest joins with it as with the hub's own token. You can withdraw it alone: ravnest revoke NAME.
     """
-    from ravnest.requester.guest_file import GuestFile, invite_guest
-    from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_folder import GuestFile, find_run, invite_guest, read_hub_file
 
     place = find_run(folder)
     token = invite_guest(GuestFile(place), read_hub_file(place), name, days, nodes)
@@ -36,8 +35,7 @@ def guests(folder: str | None, as_json: bool) -> None:
     """List whom the run in FOLDER has invited, until when and with how many nodes."""
     import msgspec
 
-    from ravnest.requester.guest_file import GuestFile
-    from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_folder import GuestFile, find_run, read_hub_file
 
     place = find_run(folder)
     read_hub_file(place)
@@ -66,9 +64,8 @@ def revoke(name: str, folder: str | None, as_json: bool) -> None:
 
     "everybody" is the name of the hub's own token. Without a hub at work it is withdrawn for the next one.
     """
-    from ravnest.requester.guest_file import GuestFile
     from ravnest.requester.hub_channel import RevokeRequest, ask_hub
-    from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_folder import GuestFile, find_run, read_hub_file
 
     place = find_run(folder)
     file = read_hub_file(place)

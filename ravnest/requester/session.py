@@ -53,7 +53,6 @@ from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
-from ravnest.requester.guest_file import GuestFile, invite_guest
 from ravnest.requester.hub_channel import (
     ChannelServer,
     CheckpointRequest,
@@ -72,8 +71,10 @@ from ravnest.requester.readers import leave_if_reader
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import (
     MODEL,
+    GuestFile,
     HubFile,
     check_unfinished,
+    invite_guest,
     new_hub_file,
     open_run,
     set_aside,
