@@ -129,8 +129,8 @@ def dashboard(folder: str | None, beside: tuple[str, ...], at: str, as_json: boo
     Ctrl-C ends it. A hub at work has a page of its own, which shows more: how busy stages are, what crosses
     between them.
     """
+    from ravnest.hub.service.web.dashboard import LogDashboard, LogFollower
     from ravnest.hub.service.web.documents import API_SCHEMA
-    from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
     from ravnest.net.identity import read_address
     from ravnest.requester.run_folder import find_run, read_hub_file
 

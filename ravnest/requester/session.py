@@ -83,7 +83,7 @@ from ravnest.requester.run_folder import (
 from ravnest.requester.run_log import RunLog
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
-    from ravnest.hub.service.web.live_dashboard import LiveDashboard
+    from ravnest.hub.service.web.dashboard import LiveDashboard
 
 _Value = TypeVar("_Value")
 
@@ -518,7 +518,7 @@ class Hub:
         if self._dashboard_place is False:
             return
         from ravnest.hub.service.web.actions import GuestActions, HubActions
-        from ravnest.hub.service.web.live_dashboard import LiveDashboard
+        from ravnest.hub.service.web.dashboard import LiveDashboard
 
         place = "" if self._dashboard_place is True else read_address(self._dashboard_place, is_door=True)
         guests = GuestActions(
