@@ -479,8 +479,13 @@ class World:
         if not all(self._is_alive(name) for name in nodes):
             return None
         config, settings = self.job.config, self.job.settings
-        updates = settings.num_batches
-        policies = tuple(make_policy(updates, config.max_lag, each) for each in orders if each is not None)
+        policies = tuple(
+            make_policy(
+                settings.num_batches // each.num_clusters, config.max_lag, each.stage, each.accumulate
+            )
+            for each in orders
+            if each is not None and each.stage is not None
+        )
         stages = tuple(each.stage for each in orders if each is not None and each.stage is not None)
         build = ClusterBuild(
             Cluster(stages, root.order.accumulate),
