@@ -22,9 +22,8 @@ from ravnest.errors import RavnestError
 from ravnest.model.blueprint.blueprint_json import read_blueprint
 from ravnest.net.transport import PeerId, Transport
 from ravnest.peer.compute_protocol import Compute
-from ravnest.provider.borders import MeteredTransport, WatchedCompute
 from ravnest.provider.lending_documents import GpuUse, HostedProgram, LentTerms, MachineUse, OperatorCount
-from ravnest.provider.lending_recorder import LendingRecorder
+from ravnest.provider.lending_recorder import LendingRecorder, MeteredTransport, WatchedCompute
 from ravnest.provider.lending_site import LendingControl, LendingReplica, make_lending_site
 from ravnest.web.pages import Pages
 from ravnest.web.site import Site

@@ -26,7 +26,7 @@ from ravnest.plan.types import Stage
 from ravnest.protocol.generation import GenerationEnd, GenerationFault, GenerationStep, GenerationValues
 from ravnest.protocol.placement import StagePosition
 from ravnest.requester.generation import Sampling
-from ravnest.requester.swarm_generation import find_writer
+from ravnest.requester.live_texts import find_writer
 from ravnest.requester.text_codec import TextCodec
 from tests.support.text_line import TextLine
 
