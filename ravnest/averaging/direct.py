@@ -46,8 +46,8 @@ def digest_content(content: Any) -> bytes:
 class HashTree:
     """The tree over leaves in this order: one root for many chunks, and a short path for each.
 
-    Digests are the leaves of a tree of pairs. Its depth follows from their number, and which side of each pair
-    a leaf is on follows from its place, so one root has room for one content of each chunk.
+    Digests are the leaves of a tree of pairs. Its depth follows from their number, and which side of each
+    pair a leaf is on follows from its place, so one root has room for one content of each chunk.
     """
 
     def __init__(self, leaves: Sequence[bytes]) -> None:

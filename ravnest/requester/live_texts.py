@@ -1,7 +1,9 @@
 """What the model of a training writes: on request from any thread, and after every evaluation.
 
 While a job is trained, texts come from its running clusters. After that the result writes them on this PC, if
-it fits in memory. Nothing of it is counted in the books.
+it fits in memory. Nothing of it is counted in the books. Tokens are chosen here: the leaf names the likeliest
+words, and a seeded generator draws among them, so the same request gives the same text whichever cluster
+answers. A text longer than the rows of the job is seen by its last tokens.
 """
 
 import asyncio
