@@ -1,8 +1,8 @@
 """What a lent PC does and did, from what passes its agent's two borders: compute, and the network.
 
-A LendingRecorder is shown each item between agent and compute, each link event and the size of each message,
-and does a few additions for each. `now` and the day are arguments. WatchedCompute and MeteredTransport are put around
-the agent's own, so that the agent knows nothing of a page.
+A LendingRecorder is shown each item between agent and compute, each link event and the size of each message.
+It does a few additions for each; `now` and the day are arguments. WatchedCompute and MeteredTransport are put
+around the agent's own, so that the agent knows nothing of a page.
 """
 
 from collections import deque
