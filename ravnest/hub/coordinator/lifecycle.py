@@ -118,8 +118,7 @@ class Lifecycle:
         return self._notify_checkpoint()
 
     def _notify_checkpoint(self) -> list[Action]:
-        saved = self.recovery.saved
-        return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
+        return [Notify(FromCheckpoint(saved.num_counted))] if (saved := self.recovery.saved) else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -432,8 +431,6 @@ class Duties:
 
     def due(self, now: float) -> float | None:
         """Return when something is to be done, if nothing else happens."""
-        if self._recovery.is_rolling_out:
-            return now
         life, phase = self._life, self._life.phase
         times = [self._recovery.due(now)]
         if phase is JobPhase.COLLECTING:
@@ -464,10 +461,9 @@ class Duties:
         """Do what is due in this phase; a duty may bring the job into its next one."""
         if not self._life.has_begun:
             return []
-        actions = self._recovery.roll_out() if self._recovery.is_rolling_out else []
+        actions = self._recovery.roll_out()
         if self._recovery.is_rolling_out:
             return actions
-        at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
         duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
             ((JobPhase.COLLECTING,), self._plan_trigger.ask_for_plan),
             (tuple(JobPhase), self._evict),
@@ -475,7 +471,7 @@ class Duties:
             ((JobPhase.AVERAGING,), self._average),
             ((JobPhase.EVALUATING,), self._evaluate),
             ((JobPhase.KEEPING,), self._collect_result),
-            (at_work, self._retain_inquiries),
+            ((JobPhase.TRAINING, JobPhase.EVALUATING), self._retain_inquiries),
         )
         self._spot_checks.expire(now)
         for phases, duty in duties:

@@ -5,23 +5,22 @@ they are train on, or go on being built. The others are built anew under its num
 is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ravnest.config import Averaging, PlanConfig
+from ravnest.hub.coordinator.contacts import Contacts, Extras
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
-from ravnest.ids import NodeId, SegmentId
+from ravnest.ids import NodeId
 from ravnest.plan.forecast import Forecast, Outline, forecast, outline
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
-from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
+from ravnest.protocol.placement import PlanOrder, RingOrder
 
 _MOST_TRIED = 4  # spares that came while clusters were built, in one plan
 SLICE = 1024  # members that are told of a plan in one event, about
-_NEAR = 2  # owners before and after it that a node knows in a ring, if no round needs all
-Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
 
 
 @dataclass(slots=True, eq=False)
@@ -94,14 +93,7 @@ class Placement:
         self._cluster_by_node: dict[NodeId, ClusterState] = {}
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
-        self._rings_of: dict[NodeId, Rings] = {}  # by owner
-        self._turns_of: dict[NodeId, tuple[int, ...]] = {}  # by owner: its place in each of them
-        self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
-        self._told: dict[NodeId, Contact] | None = None  # while many are told: how members are reached
-        self._extras: Extras = {}  # as members were told last
-        self._introduced: dict[NodeId, set[NodeId]] = {}  # contacts that rounds have needed since
-        # Owners by rings, while many are told of the same; None: members may be others each time.
-        self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] | None = None
+        self._contacts = Contacts(membership)
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._planned_costs = job.profile, job.config  # as the plan counted
@@ -272,7 +264,7 @@ class Placement:
 
     def add_spare(self, name: NodeId) -> list[Send]:
         """Tell a newcomer that it is a spare, while there is a plan."""
-        return self._order_spare(name, {}) if self._clusters else []
+        return self._order_spare(name, has_extras=False) if self._clusters else []
 
     def dissolve(self, clusters: Iterable[ClusterState]) -> list[Send]:
         """Make spares of the nodes of these clusters."""
@@ -282,7 +274,7 @@ class Placement:
             self._last_id += 1
             for name in cluster.nodes:
                 if name in self.membership:
-                    sends += self._order_spare(name, {})
+                    sends += self._order_spare(name, has_extras=False)
         return sends
 
     def ask_for_plan(self) -> MakePlan:
@@ -358,9 +350,10 @@ class Placement:
                 self.membership.begin_build(name, each.build_id)
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
-        self._plan = plan
-        self._rings_of, self._turns_of = _index_rings(plan.rings)
-        self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
+        self._plan, count = plan, len(clusters)
+        self._contacts.follow(
+            plan.rings, not self.is_exact and self._job.settings.mean.is_robust(count, count)
+        )
         return PlanChange(tuple(built), ended, has_new_rings)
 
     def _record_untried(self, plan: Plan) -> None:
@@ -380,15 +373,14 @@ class Placement:
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
         sends: list[Send] = []
-        self._owners_of, self._extras, self._introduced = {}, extras, {}
-        self._told = {name: self._contact(name) for name in self.membership}
+        self._contacts.begin(extras)
         built = {cluster.cluster_id for cluster in change.built}
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
                 if cluster.cluster_id in built:
-                    sends.append(self._order_stage(cluster, stage, extras))
+                    sends.append(self._order_stage(cluster, stage))
                 elif change.has_new_rings or stage.node in extras:
-                    sends.append(self._order_rings(cluster, stage.node, extras))
+                    sends.append(self._order_rings(cluster, stage.node))
             if len(sends) >= SLICE:
                 yield sends
                 sends = []
@@ -398,36 +390,23 @@ class Placement:
             if self.cluster_of(name) is not None:
                 continue
             if member.held is not None and (is_giver(name) or member.is_leaving):
-                sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
+                sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts.find(name))))
             elif not member.build_id or name in was_busy or name in extras:
-                sends += self._order_spare(name, extras)
-        self._owners_of = self._told = None
+                sends += self._order_spare(name)
+        self._contacts.end()
         yield sends
 
     def introduce(self, absent: Collection[NodeId]) -> list[Send]:
         """Tell neighbours in a round of each other, if they were too far apart in their ring to be told."""
-        if not absent or self._meets_all:
-            return []
-        away = frozenset(absent)
-        new: dict[NodeId, None] = {}
-        for ring in self.rings:
-            turns = [turn for turn, owner in enumerate(ring.owners) if owner not in away]
-            for before, turn in zip((turns[-1:] + turns), turns, strict=False):
-                if (turn - before) % len(ring.owners) <= _NEAR:
-                    continue
-                for one, other in ((before, turn), (turn, before)):
-                    known = self._introduced.setdefault(ring.owners[one], set())
-                    if ring.owners[other] not in known:
-                        known.add(ring.owners[other])
-                        new[ring.owners[one]] = None
-        return [self._order_rings(self._cluster_by_node[name], name, self._extras) for name in new]
+        names = self._contacts.introduce(absent) if absent else ()
+        return [self._order_rings(self._cluster_by_node[name], name) for name in names]
 
     def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
         """Make spares of nodes without a stage whose state others have by now."""
         members = self.membership.in_phase(NodePhase.SPARE, NodePhase.MISSING)
         left = [m.node.name for m in members if m.held is not None and not m.is_leaving]
         done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
-        return [send for name in done for send in self._order_spare(name, {})]
+        return [send for name in done for send in self._order_spare(name, has_extras=False)]
 
     def find_parts(
         self, start: int, stop: int, is_newest: bool = False, *, has_weights: bool = False
@@ -469,11 +448,11 @@ class Placement:
         """Record that the hub has newer weights than the parts that were made."""
         self._stale = {*self._parts, *self._asked}
 
-    def _order_spare(self, name: NodeId, extras: Extras) -> list[Send]:
+    def _order_spare(self, name: NodeId, *, has_extras: bool = True) -> list[Send]:
         assert self._plan is not None
         self.membership.update(replace(self.membership[name], build_id=self._last_id, held=None))
         self._move_to_spare(name)
-        contacts = self._contacts(name, (), extras)
+        contacts = self._contacts.find(name, has_extras=has_extras)
         order = PlanOrder(self._last_id, self._rings_since, self._plan.seed, None, (), (), contacts)
         return [Send(name, order)]
 
@@ -483,77 +462,13 @@ class Placement:
         if has_stage and self.cluster_of(name) is None:
             self.membership.move(name, NodePhase.SPARE)
 
-    def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
+    def _order_stage(self, cluster: ClusterState, stage: Stage) -> Send:
         assert self._plan is not None
         nodes = cluster.nodes
-        rings, contacts = self._rings(stage.node), self._contacts(stage.node, nodes, extras)
+        rings, contacts = self._contacts.rings(stage.node), self._contacts.find(stage.node, nodes)
         facts = (cluster.build_id, self._rings_since, self._plan.seed, stage, nodes, rings, contacts)
         return Send(stage.node, PlanOrder(*facts, cluster.cluster.accumulate, self.is_exact))
 
-    def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
-        contacts = self._contacts(name, cluster.nodes, extras)
-        order = RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts, self.is_exact)
-        return Send(name, order)
-
-    def _rings(self, name: NodeId) -> Rings:
-        return self._rings_of.get(name, ())
-
-    @property
-    def _meets_all(self) -> bool:
-        """Whether a round may be robust: then each owner sends to all others of its rings."""
-        count = len(self._clusters)
-        return not self.is_exact and self._job.settings.mean.is_robust(count, count)
-
-    def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
-        near = dict.fromkeys((*nodes, *sorted(extras.get(name, ()))))
-        found = [self._contact(each) for each in near if each != name and each in self.membership]
-        near[name] = None
-        found += [each for each in self._owners(name) if each.node not in near]
-        return tuple(found)
-
-    def _owners(self, name: NodeId) -> Sequence[Contact]:
-        """Return how the owners of a node's rings are reached that it may send to: many are told the same."""
-        rings = self._rings(name)
-        if not self._meets_all:
-            near: dict[NodeId, None] = {}
-            for (_, ring), turn in zip(rings, self._turns_of.get(name, ()), strict=True):
-                near |= dict.fromkeys(_neighbours(ring.owners, turn))
-            near |= dict.fromkeys(sorted(self._introduced.get(name, ())))
-            return [self._contact(each) for each in near if each in self.membership]
-        numbers = tuple(number for number, _ in rings)
-        if self._owners_of is not None and numbers in self._owners_of:
-            return self._owners_of[numbers]
-        owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
-        found = tuple(self._contact(each) for each in owners if each in self.membership)
-        if self._owners_of is not None:
-            self._owners_of[numbers] = found
-        return found
-
-    def _contact(self, name: NodeId) -> Contact:
-        """Return how a member is reached; many are told the same."""
-        if self._told is not None:
-            return self._told[name]
-        member, found = self.membership[name], self._contact_of.get(name)
-        if found is None or found.key != member.key or found.addresses != member.addresses:
-            found = self._contact_of[name] = Contact(name, member.key, member.addresses)
-        return found
-
-
-def _index_rings(rings: tuple[Ring, ...]) -> tuple[dict[NodeId, Rings], dict[NodeId, tuple[int, ...]]]:
-    """Return the rings that each node is an owner of, with their numbers, and its place in each of them."""
-    found: dict[NodeId, Rings] = {}
-    turns: dict[NodeId, tuple[int, ...]] = {}
-    for index, ring in enumerate(rings):
-        numbered = (SegmentId(index), ring)
-        for turn, owner in enumerate(ring.owners):
-            found[owner] = (*found.get(owner, ()), numbered)
-            turns[owner] = (*turns.get(owner, ()), turn)
-    return found, turns
-
-
-def _neighbours(owners: tuple[NodeId, ...], turn: int) -> tuple[NodeId, ...]:
-    """Return the owners next to one in a ring, in the order of the ring; in a small one these are all."""
-    if len(owners) <= 2 * _NEAR + 1:
-        return owners
-    around = ((turn + step) % len(owners) for step in range(-_NEAR, _NEAR + 1))
-    return tuple(owners[each] for each in sorted(around))
+    def _order_rings(self, cluster: ClusterState, name: NodeId) -> Send:
+        rings, contacts = self._contacts.rings(name), self._contacts.find(name, cluster.nodes)
+        return Send(name, RingOrder(cluster.build_id, self._rings_since, rings, contacts, self.is_exact))

@@ -70,9 +70,8 @@ class Recovery:
         return self._rollout is not None
 
     def roll_out(self) -> list[Action]:
-        """Do the next step of a large plan: none of them takes long."""
-        assert self._rollout is not None, "no plan is being told"
-        step = next(self._rollout, None)
+        """Do the next step of a large plan, if one is being told: none of them takes long."""
+        step = None if self._rollout is None else next(self._rollout, None)
         self._rollout = None if step is None else self._rollout
         return step or []
 
@@ -104,7 +103,9 @@ class Recovery:
         return leaves_by - handover.total_seconds + handover.drain_seconds
 
     def due(self, now: float) -> float | None:
-        """Return when a node that leaves or is missing is no longer waited for."""
+        """Return when a node that leaves or is missing is no longer waited for, or the next step is due."""
+        if self.is_rolling_out:
+            return now
         times = [member.back_by for member in self._membership.missing if member.back_by is not None]
         times += [self._held_until] if self._held is not None else []
         for member in self._membership.leaving:
