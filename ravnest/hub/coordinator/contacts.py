@@ -1,4 +1,4 @@
-"""Contacts: whom each member is told of: its cluster, its rings, and others it gives state to or gets it from.
+"""Contacts: whom each member is told of: its cluster, its rings, and whom it gives state to or gets it from.
 
 In a robust round each owner of a segment sends to all others. Else a node needs those next to it in its
 rings, and some more, so that a few may be absent: a list of all would grow with the swarm, and all dial all.

@@ -6,6 +6,7 @@ SPARE, BUILDING and HOSTING.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ravnest.hub.coordinator.events import PeerJoined
 from ravnest.hub.coordinator.phases import NODE_TRANSITIONS, NodePhase, follow
@@ -150,8 +151,10 @@ class Membership:
 
     def begin_build(self, name: NodeId, build_id: int) -> None:
         """Move a member to BUILDING: it follows this build from now on."""
-        self._members[name] = replace(self._members[name], build_id=build_id)
-        self.move(name, NodePhase.BUILDING)
+        member = self._members[name]
+        after = follow(NODE_TRANSITIONS, member.present_phase, NodePhase.BUILDING)
+        facts: dict[str, Any] = {"resumes" if member.phase is NodePhase.MISSING else "phase": after}
+        self.update(replace(member, build_id=build_id, **facts))
 
     def end_probe(self, name: NodeId, node: Node) -> None:
         """Plan with these facts about a member from now on: they are measured, or believed."""

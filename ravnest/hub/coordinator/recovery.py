@@ -166,6 +166,7 @@ class Recovery:
         return [Notify(told), *self._begin_rollout(self._form_in_steps(change))]
 
     def _form_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
+        yield []  # what follows is for the next events
         self._sources.begin_first(change)
         yield []
         for sends in self._placement.announce(change, self._find_contacts()):
@@ -237,6 +238,7 @@ class Recovery:
         return actions + self._begin_rollout(self._repair_in_steps(change))
 
     def _repair_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
+        yield []  # what follows is for the next events
         is_source = self._sources.is_source
         for sends in self._placement.announce(change, self._find_contacts(), is_source):
             yield [*sends]
