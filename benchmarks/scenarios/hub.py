@@ -1,9 +1,9 @@
 """What one hub costs: its decisions alone with 100 to 5,000 peers, and the whole program with 1,000 links.
 
-`--part decisions`: simulated peers in clusters of eight join, build, train and average; one dies. Their hub is
-the production coordinator with its monitors. CPU is what it takes for each event; the peers' side is not
-counted. `--part links`: the hub's program with a log on disk, and 1,000 light peers over real CURVE links that
-all dial at once, follow a plan of 1,000 clusters, report and vote.
+`--part decisions`: simulated peers in clusters of eight join, build, train and average; one dies. Their hub
+is the production coordinator with its monitors. CPU is what it takes for each event; the peers' side is not
+counted. `--part links`: the hub's program with a log on disk, and 1,000 light peers over real CURVE links
+that all dial at once, follow a plan of 1,000 clusters, report and vote.
 """
 
 import argparse
@@ -164,11 +164,11 @@ def _report(decisions: Figures, links: list[Figures]) -> str:
         rows = [[size, *(each[key] for key in keys)] for size, each in decisions.items()]
         parts.append(
             "## Decisions\n\n"
-            "Equal peers in clusters of eight with a tenth of spares, 0.4 s per microbatch, on virtual time,\n"
-            "with the production coordinator and its monitors; rounds are plain. Times are CPU per event,\n"
-            "`steady` over all events of clusters that train and average, `longest` over the whole run, the\n"
-            "repair too. Memory is that of the hub and of its simulated peers when all have joined, by\n"
-            "tracemalloc. The collector of Python is off: its passes go over the simulated peers too.\n\n"
+            "Equal peers in clusters of eight with a tenth of spares, 0.4 s per microbatch, on virtual\n"
+            "time, with the production coordinator and its monitors; rounds are plain. Times are CPU per\n"
+            "event, `steady` over all events of clusters that train and average, `longest` over the whole\n"
+            "run, the repair too. Memory is that of the hub and its simulated peers when all have\n"
+            "joined, by tracemalloc. Python's collector is off: its passes go over the simulated peers too.\n\n"
             + table(["peers", *keys], rows)
         )
     if links:
@@ -176,12 +176,12 @@ def _report(decisions: Figures, links: list[Figures]) -> str:
         parts.append(
             "## Links\n\n"
             f"The hub's program with its log on disk, and {LINKS.num_peers} light peers in "
-            f"{LINKS.num_processes} processes on the same\nmachine, over real CURVE links. All dial at once. "
-            "Each is a cluster of its own in a plan of as many\nclusters, reports a microbatch every "
-            f"{LINKS.microbatch_seconds:.0f} s and votes in plain rounds. `late` is how late a timer of 10 ms\n"
-            "is on the hub's event loop, `busy` what its thread used of a core between two of these: p50,\n"
-            "p99 and the longest of a phase. `load_average` is of the machine, which has others' work on it.\n"
-            f"Smallest, median and largest of {len(links)} runs.\n\n"
+            f"{LINKS.num_processes} processes of the\nsame machine, over real CURVE links. All dial at "
+            "once. Each is a cluster of its own in a plan of\nas many clusters, reports a microbatch every "
+            f"{LINKS.microbatch_seconds:.0f} s and votes in plain rounds. `late` is\nhow late a timer of "
+            "10 ms is on the hub's event loop, `busy` what its thread used of a core\nbetween two of these: "
+            "p50, p99 and the longest of a phase. `load_average` is of the machine,\nwhich has others' work "
+            f"on it. Smallest, median and largest of {len(links)} runs.\n\n"
             + table(["", "smallest", "median", "largest"], rows)
         )
     return "\n\n".join(parts)
