@@ -167,8 +167,8 @@ def _report(decisions: Figures, links: list[Figures]) -> str:
             "Equal peers in clusters of eight with a tenth of spares, 0.4 s per microbatch, on virtual\n"
             "time, with the production coordinator and its monitors; rounds are plain. Times are CPU per\n"
             "event, `steady` over all events of clusters that train and average, `longest` over the whole\n"
-            "run, the repair too. Memory is that of the hub and its simulated peers when all have\n"
-            "joined, by tracemalloc. Python's collector is off: its passes go over the simulated peers too.\n\n"
+            "run, the repair too. Memory is that of the hub and its simulated peers when all have joined,\n"
+            "by tracemalloc. Python's collector is off: it goes over the simulated peers too.\n\n"
             + table(["peers", *keys], rows)
         )
     if links:

@@ -6,12 +6,11 @@ from support.hub_world import job
 from support.plan_world import node
 
 from ravnest.config import Mean
-from ravnest.hub.coordinator.contacts import Contacts
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import MakePlan, Notify, PeerJoined, PeerLeft, PlanMade, Send, Tick
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import Left
-from ravnest.hub.coordinator.placement import SLICE
+from ravnest.hub.coordinator.placement import SLICE, Contacts
 from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.sharing import ALONE
