@@ -47,7 +47,7 @@ class CheckpointCollector:
         self._evaluated: Evaluated | None = None  # its state, if it was just evaluated
         self._results: dict[int, Collect] = {}  # that were ordered, by attempt
         self._comparison: Comparison | None = None
-        self._sketches: dict[NodeId, tuple[SketchRow, ...] | None] = {}  # None: not made yet
+        self._sketches: dict[str, dict[NodeId, tuple[SketchRow, ...] | None]] = {}  # by cluster_id
         self._is_ordered = False  # all that is to be collected is known
         self.num_overtaken = 0  # in a row, by the next average
         self._every = 0.0
@@ -162,7 +162,7 @@ class CheckpointCollector:
             self._desk.ask(*facts, name, cluster.build_id, is_result, anchor_round) for name in cluster.nodes
         ]
         others = () if comparison is None else comparison.clusters
-        self._sketches = {name: None for other in others for name in other.nodes}
+        self._sketches = {other.cluster_id: dict.fromkeys(other.nodes) for other in others}
         if comparison is not None:
             asked = [(name, other.build_id) for other in others for name in other.nodes]
             sends += [
@@ -176,8 +176,7 @@ class CheckpointCollector:
         if self._keeper is cluster:
             self._keeper = None
             self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
-        for name in cluster.nodes:
-            self._sketches.pop(name, None)
+        self._sketches.pop(cluster.cluster_id, None)
 
     def add_snapshot(self, sender: NodeId, made: SnapshotMade, now: float) -> list[Collect]:
         """Record a node's answer."""
@@ -186,23 +185,25 @@ class CheckpointCollector:
 
     def add_sketch(self, sender: NodeId, made: SketchMade, now: float) -> list[Collect] | str:
         """Record a sketch; return why not, if nobody asked for it."""
-        if made.number != self._attempt or self._sketches.get(sender, ()) is not None:
+        awaited = next((each for each in self._sketches.values() if each.get(sender, ()) is None), None)
+        if made.number != self._attempt or awaited is None:
             return f"nobody asked {sender} for sketch {made.number}"
-        self._sketches[sender] = made.rows
+        awaited[sender] = made.rows
         return self.order(now)
 
     def order(self, now: float) -> list[Collect]:
         """Have all parts fetched, once they are here, and others have said what they hold or had time to."""
         if self._is_ordered or not self._is_complete or self._has_moved_on:
             return []
-        is_awaited = any(rows is None for rows in self._sketches.values())
+        sketches = [pair for each in self._sketches.values() for pair in each.items()]
+        is_awaited = any(rows is None for _, rows in sketches)
         if is_awaited and now < self._started_at + self._timeouts.sketch_seconds:
             return []
         self._is_ordered, self.num_overtaken = True, 0
         assert self._books is not None
         order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
         if self._comparison is not None:
-            said = tuple(NodeSketch(name, rows) for name, rows in self._sketches.items() if rows)
+            said = tuple(NodeSketch(name, rows) for name, rows in sketches if rows)
             order = replace(order, key=self._comparison.key, others=said)
         if self._is_result:
             self._results[self._attempt] = order
