@@ -97,7 +97,7 @@ def test_nothing_leads_out_of_the_fences(
 
 @pytest.mark.needs_root
 def test_it_reads_what_it_may_also_when_the_kernel_has_forgotten_the_files() -> None:
-    """A PC that is short of memory drops what it knows of /proc, and with it whatever else a fence hung on."""
+    """A PC that is short of memory drops entries of /proc, and a fence may hang on them."""
     read = "[open(path).read(1) for path in ('/proc/meminfo', '/proc/self/status', '/proc/stat')]"
     code = f"""
 import os
@@ -112,7 +112,8 @@ input()
     fenced = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert fenced.stdout is not None and fenced.stdout.readline() == "fenced\n"
+    assert fenced.stdout is not None
+    assert fenced.stdout.readline() == "fenced\n"
     Path("/proc/sys/vm/drop_caches").write_text("2")  # entries of folders, as a kernel short of memory does
     fenced.communicate("\n", timeout=60)
     assert fenced.returncode == 0
