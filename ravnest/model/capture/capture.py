@@ -172,6 +172,12 @@ def _check_module(whole: ModelWithLoss) -> None:
     script = torch.jit.ScriptModule  # noqa: TID251 - named here, never run
     if any(isinstance(module, script) for module in whole.modules()):
         raise CaptureError("the model is TorchScript (torch.jit); give the nn.Module itself")
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in whole.modules()):
+        raise CaptureError(
+            "the model is compiled by torch.compile; give the module as it was before: peers compile their "
+            "stages themselves where that pays"
+        )
+    _check_precision(whole)
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
@@ -190,6 +196,16 @@ def _check_module(whole: ModelWithLoss) -> None:
                 f"parameter {whole.state_name(name)!r} has a hook, which is Python code that providers do "
                 "not run; remove it (to limit gradients, give the Job clip=)"
             )
+
+
+def _check_precision(whole: ModelWithLoss) -> None:
+    """Refuse to train float16: a usual epsilon is zero in it, so the first update ends in NaN."""
+    narrow = (name for name, x in whole.named_parameters() if x.requires_grad and x.dtype is torch.float16)
+    if (name := next(narrow, None)) is not None:
+        raise CaptureError(
+            f"parameter {whole.state_name(name)!r} is float16, in which small changes are lost and updates end "
+            'in NaN; train model.float(), with precision="bf16" to compute in half precision, or freeze it'
+        )
 
 
 @dataclass(frozen=True, slots=True)
