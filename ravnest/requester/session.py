@@ -391,7 +391,8 @@ class Hub:
                     ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        result = replace(given.owner.find_result(ended.is_best), dropped=hub.drops.found)
+        dropped = (*hub.drops.found, *given.owner.unreadable)
+        result = replace(given.owner.find_result(ended.is_best), dropped=dropped)
         self._texts = ResultTexts(given, result)
         return result
 
