@@ -378,4 +378,4 @@ def _notes(batch: SampleBatch, batch_size: int) -> tuple[str, ...]:
     if num_samples >= batch_size:
         return ()
     count = "1 sample" if num_samples == 1 else f"{num_samples} samples"
-    return (f"the train data has {count}, fewer than batch_size {batch_size}; a batch is all of it",)
+    return (f"the train data has {count}, fewer than batch_size {batch_size}; to train, set a smaller one",)

@@ -391,8 +391,9 @@ class Hub:
                     ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        dropped = (*hub.drops.found, *given.owner.unreadable)
-        result = replace(given.owner.find_result(ended.is_best), dropped=dropped)
+        result = replace(
+            given.owner.find_result(ended.is_best), dropped=(*hub.drops.found, *given.owner.unreadable)
+        )
         self._texts = ResultTexts(given, result)
         return result
 

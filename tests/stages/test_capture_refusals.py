@@ -294,7 +294,10 @@ SILENT = {
     ),
     "two parameters in one memory": (with_other_weight, r"'extra\.weight'.* in one memory.*clone"),
     "a compiled model": (lambda: compiled(is_part=False), "compiled by torch.compile; give the module"),
-    "a part compiled in place": (lambda: compiled(is_part=True), "compiled by torch.compile; give the module"),
+    "a part compiled in place": (
+        lambda: compiled(is_part=True),
+        "compiled by torch.compile; give the module",
+    ),
     "weights in float16": (lambda: Head().half(), r"'first\.weight' is float16, .* model\.float\(\)"),
     "a buffer in a parameter's memory": (with_detached_buffer, "'copy'.* in one memory"),
 }

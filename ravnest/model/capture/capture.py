@@ -22,7 +22,7 @@ from ravnest.model.blueprint.aliasing import Storages
 from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.blueprint.program import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint.slicing import find_positions
-from ravnest.model.capture.batch_loss import BatchLoss, judge_loss
+from ravnest.model.capture.batch_loss import BatchLoss, find_summed_metrics, judge_loss
 from ravnest.model.capture.export import Programs, export_programs
 from ravnest.model.capture.export_rewrites import plain_bags
 from ravnest.model.capture.huggingface import plain_transformers, switched_off
@@ -127,6 +127,11 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         tell("it is compared with the model")
         batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [*([batch_loss.note] if batch_loss.note else []), *told]
+    for metric in find_summed_metrics(whole, fields) if is_tested else ():
+        notes.append(
+            f"metric {metric!r} is a sum over the batch, but told is the mean over microbatches, of any size; "
+            "give a mean"
+        )
     if is_empty:
         tell("it is compared with the model")
         facts = (whole, programs, blueprint, state, fields)
@@ -172,7 +177,9 @@ def _check_module(whole: ModelWithLoss) -> None:
     script = torch.jit.ScriptModule  # noqa: TID251 - named here, never run
     if any(isinstance(module, script) for module in whole.modules()):
         raise CaptureError("the model is TorchScript (torch.jit); give the nn.Module itself")
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in whole.modules()):
+    if any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in whole.modules()
+    ):
         raise CaptureError(
             "the model is compiled by torch.compile; give the module as it was before: peers compile their "
             "stages themselves where that pays"
@@ -203,8 +210,8 @@ def _check_precision(whole: ModelWithLoss) -> None:
     narrow = (name for name, x in whole.named_parameters() if x.requires_grad and x.dtype is torch.float16)
     if (name := next(narrow, None)) is not None:
         raise CaptureError(
-            f"parameter {whole.state_name(name)!r} is float16, in which small changes are lost and updates end "
-            'in NaN; train model.float(), with precision="bf16" to compute in half precision, or freeze it'
+            f"parameter {whole.state_name(name)!r} is float16, in which small changes are lost and updates "
+            'end in NaN; train model.float(), with precision="bf16" to compute in half of it, or freeze it'
         )
 
 

@@ -221,7 +221,9 @@ def test_what_mostly_cannot_be_read_ends_a_training():
 
 def test_a_sample_that_cannot_be_read_is_told_before_anybody_trains():
     with pytest.raises(ConfigError, match=r"test_dataset\.py:\d+ failed: OSError: 7\.png is truncated"):
-        Job(torch.nn.Linear(3, 1), one_bad("raises", 20), batch_size=4, loss=lambda out, _: out.mean()).capture()
+        Job(
+            torch.nn.Linear(3, 1), one_bad("raises", 20), batch_size=4, loss=lambda out, _: out.mean()
+        ).capture()
 
 
 def test_a_collate_fn_that_pads_each_batch_to_its_own_length_is_told():
