@@ -129,7 +129,7 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
     notes = [*([batch_loss.note] if batch_loss.note else []), *told]
     for metric in find_summed_metrics(whole, fields) if is_tested else ():
         notes.append(
-            f"metric {metric!r} is a sum over the batch, but told is the mean over microbatches, of any size; "
+            f"metric {metric!r} is a sum over the batch, but what is told is the mean over microbatches; "
             "give a mean"
         )
     if is_empty:
