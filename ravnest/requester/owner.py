@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -181,9 +182,13 @@ class JobOwner:
             self.history = [dict(report) for report in self._saved_history]
             return self._finish(None)
 
-    def find_result(self, is_best: bool) -> Result:
-        """Return the result that is kept; without one, the best checkpoint is it, or the last one."""
-        return self.result or (self.keep_best() if is_best else self.keep_saved())
+    def find_result(self, is_best: bool, dropped: Sequence[DroppedSamples] = ()) -> Result:
+        """Return the result that is kept; without one, the best checkpoint is it, or the last one.
+
+        It tells what was `dropped`, and what could not be read.
+        """
+        found = self.result or (self.keep_best() if is_best else self.keep_saved())
+        return replace(found, dropped=(*dropped, *self.unreadable))
 
     def keep_best(self) -> Result:
         """Make the checkpoint with the lowest validation loss the result; without one, the last one."""

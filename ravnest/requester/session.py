@@ -391,9 +391,7 @@ class Hub:
                     ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        result = replace(
-            given.owner.find_result(ended.is_best), dropped=(*hub.drops.found, *given.owner.unreadable)
-        )
+        result = given.owner.find_result(ended.is_best, hub.drops.found)
         self._texts = ResultTexts(given, result)
         return result
 
