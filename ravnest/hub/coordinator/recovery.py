@@ -75,13 +75,17 @@ class Recovery:
         Where all leave, nobody is there to take it over: first it is kept.
         """
         is_kept_first = self._all_leave and self._checkpoints.is_under_way
-        return is_kept_first or bool(self._membership.missing) or any(
-            member.leaves_by is not None
-            and now < self._drained_by(member.leaves_by)
-            and (cluster := self._placement.cluster_of(member.node.name)) is not None
-            and cluster.is_running
-            and self._ledger.is_unfinished(cluster)
-            for member in self._membership.leaving
+        return (
+            is_kept_first
+            or bool(self._membership.missing)
+            or any(
+                member.leaves_by is not None
+                and now < self._drained_by(member.leaves_by)
+                and (cluster := self._placement.cluster_of(member.node.name)) is not None
+                and cluster.is_running
+                and self._ledger.is_unfinished(cluster)
+                for member in self._membership.leaving
+            )
         )
 
     @property
