@@ -536,7 +536,7 @@ class Duties:
         if fault is not None:
             actions += [Notify(NotCheckpointed(fault))] if fault else []
             actions += self._ledger.fill(self._placement)
-        if self._checkpoints.is_time(self._checkpoint_every, now):
+        if self._checkpoints.is_time(self._checkpoint_every, now) or self._recovery.wants_last():
             actions += self.policy.begin_checkpoint(now)
         return actions
 
