@@ -99,7 +99,9 @@ class Membership:
 
     def in_phase(self, *phases: NodePhase) -> tuple[Member, ...]:
         """Return the members in a phase, or in one of several, in the order of joining."""
-        found = (self._members[name] for phase in phases for name in self._by_phase[phase])
+        found = [self._members[name] for phase in phases for name in self._by_phase[phase]]
+        if not found:  # as nearly always of those that leave or are missing
+            return ()
         return tuple(sorted(found, key=lambda member: member.number))
 
     @property

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Action,
     Collected,
@@ -32,7 +33,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import SLICE, ClusterState, Placement, PlanChange
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.snapshots import BackupPolicy, SnapshotDesk
 from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
@@ -62,6 +63,7 @@ class Recovery:
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
         self._num_missed: Counter[NodeId] = Counter()  # sources that a node could not use, in a row
+        self._asked_last_at = -1  # samples that were trained when a checkpoint of all that leave was begun
         self._rollout: Iterator[list[Action]] | None = None  # what is left to tell of a large plan
 
     @property
@@ -88,15 +90,40 @@ class Recovery:
         return self._placement.has_broken or self._placement.has_leaving_host
 
     def can_wait(self, now: float) -> bool:
-        """Return whether a plan has time: a node is to come back, or a cluster finishes what it has."""
-        return bool(self._membership.missing) or any(
-            member.leaves_by is not None
-            and now < self._drained_by(member.leaves_by)
-            and (cluster := self._placement.cluster_of(member.node.name)) is not None
-            and cluster.is_running
-            and self._ledger.is_unfinished(cluster)
-            for member in self._membership.leaving
+        """Return whether a plan has time: a node is to come back, or a cluster finishes what it has.
+
+        Where all leave, nobody is there to take it over: first it is kept.
+        """
+        is_kept_first = self._all_leave and self._checkpoints.is_under_way
+        return (
+            is_kept_first
+            or bool(self._membership.missing)
+            or any(
+                member.leaves_by is not None
+                and now < self._drained_by(member.leaves_by)
+                and (cluster := self._placement.cluster_of(member.node.name)) is not None
+                and cluster.is_running
+                and self._ledger.is_unfinished(cluster)
+                for member in self._membership.leaving
+            )
         )
+
+    @property
+    def _all_leave(self) -> bool:
+        """Whether nobody stays who could take over; what they have is kept then."""
+        return self._job.settings.keeps_last and all(member.is_leaving for member in self._membership.members)
+
+    def wants_last(self) -> bool:
+        """Return whether to keep what all take away with them who leave now; it is asked once."""
+        num_counted = self._ledger.num_counted
+        is_known = self.saved is not None and self.saved.num_counted == num_counted
+        clusters = self._placement.running
+        is_busy = not clusters or any(map(self._ledger.is_unfinished, clusters))
+        can_keep = self._all_leave and not self._checkpoints.is_under_way
+        if not can_keep or is_busy or is_known or self._asked_last_at == num_counted:
+            return False
+        self._asked_last_at = num_counted
+        return True
 
     def _drained_by(self, leaves_by: float) -> float:
         handover = self._timeouts.handover

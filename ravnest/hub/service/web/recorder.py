@@ -225,9 +225,9 @@ class RunRecorder:
         self.observe(tracker, event, actions)
         for action in actions:
             if isinstance(action, Notify):
-                self.hear(action.notice)
+                self.observe_notice(action.notice)
 
-    def hear(self, notice: Notice) -> None:  # noqa: C901, PLR0912 - one short case for each
+    def observe_notice(self, notice: Notice) -> None:  # noqa: C901, PLR0912 - one short case for each
         """Take a notice."""
         self.news.add(notice, None if self.job is None else self.now)
         match notice:
