@@ -11,6 +11,7 @@ from ravnest.model.state.state_source import FileSource, read_pieces, read_tenso
 from ravnest.requester.converted_weights import ConvertedSource, convert_weights
 from ravnest.requester.finetuning.base_model import LoraSettings, build_adapted, build_empty, open_base
 from ravnest.requester.finetuning.merging import merge_adapter
+from ravnest.requester.generation import load_writer
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -72,6 +73,14 @@ def test_weights_are_those_that_transformers_would_load(write, family):
         assert b"".join(map(bytes, read_pieces(source, name))) == tensor.numpy().tobytes()
     same = convert_weights(source, build_adapted(base, LoraSettings(rank=2), 0))
     assert {name: same.types[name] for name in truth} == source.types  # what is named as today stays
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
+def test_what_writes_text_has_them_too(write, family):
+    folder = write(family)
+    truth = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in load_writer(folder).model.state_dict().items():
+        assert torch.equal(tensor, truth[name]), name
 
 
 def test_experts_that_are_not_all_there_are_refused(write):
