@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -63,7 +64,7 @@ from ravnest.hub.coordinator.planner import LinkChecks, PlanTrigger
 from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
-from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
+from ravnest.hub.coordinator.snapshots import Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.spot_checks import FALSE_LOSSES, SpotChecks
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundPledge, RoundQuery, RoundReady

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpointing import CheckpointPolicy
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector, CheckpointPolicy
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
@@ -52,7 +52,7 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
-from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries
+from ravnest.hub.coordinator.snapshots import IDLE, Inquiries
 from ravnest.hub.coordinator.spot_checks import SpotChecks
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop

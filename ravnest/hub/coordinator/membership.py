@@ -98,6 +98,8 @@ class Membership:
 
     def in_phase(self, phase: NodePhase) -> tuple[Member, ...]:
         """Return the members in a phase, in the order of joining."""
+        if not self._by_phase[phase]:  # as nearly always of those that leave or are missing
+            return ()
         found = (self._members[name] for name in self._by_phase[phase])
         return tuple(sorted(found, key=lambda member: member.number))
 

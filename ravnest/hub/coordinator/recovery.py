@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Action,
     Collected,
@@ -32,7 +33,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.snapshots import BackupPolicy, SnapshotDesk
 from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
