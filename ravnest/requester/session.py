@@ -50,7 +50,7 @@ from ravnest.ids import NodeId
 from ravnest.model.blueprint.program import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
-from ravnest.requester.callbacks import Callback, Callbacks, Narrator
+from ravnest.requester.callbacks import Callback, Callbacks, LagNote, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
 from ravnest.requester.hub_channel import (
@@ -286,7 +286,8 @@ class Hub:
             setup = partial(prepare, job, self._plan, nodes, settle, keeper, start, deliver)
             with Interrupts() as interrupts, self._shown:
                 num_awaited = nodes if self._is_open_to_others else 0
-                hear = Callbacks([self._tell, self._log.observe_notice, *callbacks], num_awaited, self.stop)
+                hearers = (self._tell, self._log.observe_notice, LagNote(job.optimizer), *callbacks)
+                hear = Callbacks(hearers, num_awaited, self.stop)
                 self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
@@ -392,7 +393,7 @@ class Hub:
                     ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        result = replace(given.owner.find_result(ended.is_best), dropped=hub.drops.found)
+        result = given.owner.find_result(ended.is_best, hub.drops.found)
         self._texts = ResultTexts(given, result)
         return result
 
