@@ -1,16 +1,21 @@
 """Files of Hugging Face become weights by the names and in the form that transformers gives them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_llama import make_tokenizer
+from support.tiny_llama import make_tokenizer, sums
 
 from ravnest.errors import ConfigError, WeightsError
+from ravnest.model.blueprint.program import StateEntry
 from ravnest.model.state.shards import open_weights
 from ravnest.model.state.state_source import FileSource, read_pieces, read_tensor
 from ravnest.requester.converted_weights import ConvertedSource, convert_weights
 from ravnest.requester.finetuning.base_model import LoraSettings, build_adapted, build_empty, open_base
+from ravnest.requester.finetuning.finetune import make_finetuning
 from ravnest.requester.finetuning.merging import merge_adapter
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.generation import load_writer
 
 transformers = pytest.importorskip("transformers")
@@ -73,6 +78,20 @@ def test_weights_are_those_that_transformers_would_load(write, family):
         assert b"".join(map(bytes, read_pieces(source, name))) == tensor.numpy().tobytes()
     same = convert_weights(source, build_adapted(base, LoraSettings(rank=2), 0))
     assert {name: same.types[name] for name in truth} == source.types  # what is named as today stays
+
+
+def test_a_job_begins_with_the_head_of_the_files_and_not_with_one_by_chance(write):
+    folder = write("gpt_neox")
+    job = make_finetuning(folder, sums(24), {"rank": 2, "max_length": 24, "batch_size": 4}).job
+    state = dict(job.model.named_parameters())
+    entries = tuple(
+        StateEntry(name, "parameter", "float32", tuple(each.shape), (0,), each.requires_grad)
+        for name, each in state.items()
+    )
+    captured = SimpleNamespace(state=state, blueprint=SimpleNamespace(state=entries, aliases=()))
+    first = find_first_weights(job, captured, None)
+    truth = load_file(folder / "model.safetensors")["embed_out.weight"]
+    assert torch.equal(read_tensor(first, "base_model.model.lm_head.weight"), truth)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
