@@ -134,7 +134,8 @@ def test_an_adapter_is_merged_into_files_of_other_names(write, tmp_path, family)
     folder = write(family)
     names = build_adapted(open_base(folder), LoraSettings(rank=2), 0).peft_config["default"].target_modules
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False, task_type="CAUSAL_LM")
+    targets = [*names, "lm_head"]  # which files of GPT-NeoX name otherwise
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(base, config)
     adapted.save_pretrained(tmp_path / "adapter")
     merged = merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
