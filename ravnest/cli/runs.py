@@ -31,7 +31,11 @@ def status(folder: str | None, as_json: bool) -> None:
     is_running = read_hub_file(place).process is not None
     found = read_status(place)
     if as_json:
-        document = {**status_to_dict(found), "folder": str(place), "is_running": is_running}
+        document = {
+            **status_to_dict(found, has_hub=is_running),
+            "folder": str(place),
+            "is_running": is_running,
+        }
         click.echo(to_json(document))
     else:
         Console(markup=False, highlight=False, emoji=False).print(show_status(found, has_hub=is_running))
