@@ -3,9 +3,13 @@
 import importlib
 import inspect
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
+from benchmarks.shapes import make_shape
+from ravnest.config import WireFormat
+from studies.bandwidth import CUTS, LATENCY, MEAN_RATE, average, draw_nodes
 from studies.run import PAGES, find_names, main, publish
 from studies.study import Study, draw, make_index, make_page
 
@@ -66,3 +70,17 @@ def test_index_writes_the_list_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["index"], tmp_path) == 0
     assert [each.name for each in tmp_path.iterdir()] == ["README.md"]
     assert not capsys.readouterr().out
+
+
+def test_a_round_over_unequal_links_ends_with_the_plain_mean() -> None:
+    shape = make_shape(CUTS[:2], 40_000)
+    seen = average(shape, draw_nodes(shape, 1.0, 3), WireFormat.FP32)
+    assert 0 < seen.error < 1e-6
+    assert seen.seconds > 2 * LATENCY
+
+
+def test_links_are_drawn_with_the_mean_and_the_variation_that_were_asked() -> None:
+    shape = make_shape([[50]] * 400, 400)
+    rates = [each.upload_bytes_per_second for each in draw_nodes(shape, 0.5, 1).values()]
+    assert mean(rates) == pytest.approx(MEAN_RATE, rel=0.05)
+    assert stdev(rates) / mean(rates) == pytest.approx(0.5, rel=0.1)
