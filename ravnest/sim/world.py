@@ -479,9 +479,12 @@ class World:
         if not all(self._is_alive(name) for name in nodes):
             return None
         config, settings = self.job.config, self.job.settings
-        updates = settings.num_batches
-        policies = tuple(make_policy(updates, config.max_lag, each) for each in orders if each is not None)
-        stages = tuple(each.stage for each in orders if each is not None and each.stage is not None)
+        updates, placed = settings.num_batches, [each for each in orders if each is not None]
+        policies = tuple(
+            make_policy(updates // x.num_clusters, config.max_lag, x.position.stage, x.accumulate)
+            for x in placed
+        )
+        stages = tuple(each.position.stage for each in placed)
         build = ClusterBuild(
             Cluster(stages, root.order.accumulate),
             root.build_id,
