@@ -16,7 +16,7 @@ from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Node, Swarm
 from ravnest.sim.lines import Lines
-from ravnest.sim.ring_times import member_seconds, training_left_over
+from ravnest.sim.sim_rounds import member_seconds, training_left_over
 from ravnest.sim.timeline import Timeline
 from studies.study import Study, draw, show_spread
 
@@ -141,11 +141,11 @@ def conclude(seen: Mapping[int, Mapping[float, Sequence[RoundSeen]]], int8_error
     error = max(each.error for each in every)
     half, whole = ([median(times[count][variation]) for count in CLUSTERS] for variation in (0.5, 1.0))
     answer = (
-        f"As long as its slowest link makes it: links whose rates vary by half of their mean make rounds of "
-        f"2, 4 and 8 clusters {_list(half)} times as long as equal links of the same mean, by all of it "
-        f"{_list(whole)} times; {len(every)} rounds took {min(off):.2f} to {max(off):.2f} times what the "
-        f"planner's model foresaw, and in all of them the mean is the plain mean to {error:.0e} of its "
-        "largest value."
+        "As long as the slowest owner of a part needs: links whose rates vary by half of their mean make "
+        f"rounds of 2, 4 and 8 clusters {_list(half)} times as long as equal links of the same mean, by "
+        f"all of it {_list(whole)} times; {len(every)} rounds took {min(off):.2f} to {max(off):.2f} times "
+        f"what the planner's model foresaw, and in all of them the mean is the plain mean to {error:.0e} of "
+        "its largest value."
     )
     rows = [
         [
