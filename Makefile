@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench docs soak fuzz clean
+.PHONY: demo test check bench studies docs soak fuzz clean
 
 demo: $(READY)
 	@scripts/demo
@@ -33,6 +33,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run transfer
 	$(BIN)/python -m benchmarks.run finetune
 	$(BIN)/python -m benchmarks.run dashboard
+
+studies: $(READY)
+	$(BIN)/python -m studies.run all
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak
