@@ -1,4 +1,4 @@
-"""Laws of whole swarms: whoever comes and goes, whose link changes, and whenever the hub restarts, books balance.
+"""Laws of whole swarms: whoever comes and goes, whose link changes, whenever the hub restarts, books balance.
 
 Two small swarms here; `make swarms SEEDS=100 NODES=1000` tries large ones, as `make fuzz` does at night.
 """
