@@ -52,7 +52,7 @@ def test_a_trace_changes_links_too():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("1,a", "t.csv, line 1: '1,a' is no change; write SECONDS,NODE,join|leave|kill or SECONDS,NODE,link,TIMES"),
+        ("1,a", "t.csv, line 1: '1,a' is no change; write SECONDS,NODE,join|leave|kill or SECONDS,NODE,link"),
         ("1,a,link", "is no change; write join, leave or kill"),
         ("1,a,kill,2", "is no change; write SECONDS,NODE,join|leave|kill or SECONDS,NODE,link,TIMES"),
         ("1,a,link,0", "'0' is no change of a link; write from 0.001 to 1000 times"),
