@@ -11,10 +11,11 @@ from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.peer.pacing import StagePosition, Timekeeper
+from ravnest.peer.pacing import Timekeeper
 from ravnest.plan.line import LineCost
 from ravnest.plan.types import Cluster, Stage
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.training import LeaseDone, LeaseGrant, Pace, StepReport
 from ravnest.sim.lines import Lines
 from ravnest.sim.timeline import Timeline
@@ -111,7 +112,7 @@ class ClusterPipeline:
         schedule = StageSchedule(
             stage.window, build.cluster.accumulate, version=build.version, is_exact=build.is_exact
         )
-        position = StagePosition(build.build_id, build.seed, stage.node, nodes)
+        position = StagePosition(build.build_id, build.seed, stage, nodes)
         policy = build.policies[index] if build.policies else None
         keeper = Timekeeper(position, schedule, lambda: self._timeline.now, policy, timeouts)
         return _SimStage(index, stage.node, schedule, keeper)

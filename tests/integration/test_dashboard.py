@@ -16,7 +16,7 @@ from test_hub_command import RAVNEST
 from ravnest.hub.coordinator.notices import Joined
 from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.actions import HubActions
-from ravnest.hub.service.web.live_dashboard import LiveDashboard
+from ravnest.hub.service.web.dashboard import LiveDashboard
 from ravnest.requester.run_folder import open_run
 
 
@@ -42,7 +42,7 @@ def test_a_hub_is_shown_while_it_trains_after_it_has_ended_and_when_it_trains_ag
 
     async def train(opened):
         opened.begin()
-        opened.hear(Joined("a"))
+        opened.observe_notice(Joined("a"))
         for event, orders in world.happened:
             opened.observe(world.tracker, event, orders)
         seen = await asyncio.to_thread(read_run, opened.link)
