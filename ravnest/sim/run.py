@@ -7,7 +7,7 @@ from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
 from ravnest.plan.types import ModelProfile, Swarm
-from ravnest.sim.churn import Change
+from ravnest.sim.churn import AnyChange
 from ravnest.sim.world import World, WorldParts
 
 SIMULATION_SCHEMA = "ravnest.simulation/1"
@@ -48,7 +48,7 @@ def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettin
 def run_simulation(
     job: JobGiven,
     swarm: Swarm,
-    changes: Sequence[Change],
+    changes: Sequence[AnyChange],
     wanted: SimulationSettings,
     parts: WorldParts = PARTS,
     watch: Callable[[World], object] = lambda _: None,

@@ -51,7 +51,7 @@ from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import BlobRef, PlanOrder
 from ravnest.protocol.training import LeaseGrant, StepReport
-from ravnest.sim.churn import Change, ChangeKind
+from ravnest.sim.churn import AnyChange, ChangeKind, LinkChange
 from ravnest.sim.laws import Laws
 from ravnest.sim.lines import Lines
 from ravnest.sim.pipeline import ClusterBuild, ClusterPipeline
@@ -169,8 +169,11 @@ class World:
 
     # What happens around the hub.
 
-    def plan_change(self, change: Change) -> None:
-        """Let a node come or go at its time."""
+    def plan_change(self, change: AnyChange) -> None:
+        """Let a node come or go, or its link change, at its time."""
+        if isinstance(change, LinkChange):
+            self.timeline.at(change.seconds, self.lines.change, change.node, change.times)
+            return
         actions = {
             ChangeKind.JOIN: self.join,
             ChangeKind.LEAVE: self.leave,

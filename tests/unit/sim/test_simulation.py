@@ -9,7 +9,7 @@ from support.sim_world import joins, play, small_job, small_swarm
 
 from ravnest.hub.coordinator.notices import WorkLost
 from ravnest.plan.types import Plan
-from ravnest.sim.churn import Change, ChangeKind, made_up_changes
+from ravnest.sim.churn import Change, ChangeKind, LinkChange, made_up_changes
 from ravnest.sim.laws import CountedSamples, check_plan
 from ravnest.sim.run import SimulationSettings, simulation_report
 
@@ -54,6 +54,15 @@ def test_a_polite_node_costs_nothing_that_was_trained():
     totals = report_of(world, swarm)["totals"]
     assert victim not in world.hub.membership
     assert totals["samples_trained_again"] == totals["samples_lost"] == 0
+
+
+def test_a_link_that_falls_while_it_trains_is_measured_and_planned_around():
+    swarm = small_swarm(upload_bytes_per_second=4e6, download_bytes_per_second=4e6)
+    victim = play(swarm, joins(swarm), hours=0.05).hub.clusters[0].nodes[-1]
+    world = play(swarm, (*joins(swarm), LinkChange(100.0, victim, 1e-3)), hours=0.07)
+    assert world.recorder.notices["Repaired"] == 1
+    assert victim not in {name for cluster in world.hub.clusters for name in cluster.nodes}
+    assert world.hub.membership[victim].node.upload_bytes_per_second == 4e3
 
 
 def test_a_hub_that_restarts_goes_on_with_what_its_nodes_have():
