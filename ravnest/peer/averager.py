@@ -187,6 +187,11 @@ class Averager:
             return self._round is not None  # before, this stage trains its share
         return self._order is not None and self._order.is_blocking
 
+    def train_beside(self) -> None:
+        """Let training go on beside the round under way: nobody says now how it ends."""
+        if self._order is not None and not self._order.sums_gradients:
+            self._order = replace(self._order, is_blocking=False)
+
     @property
     def deadline(self) -> float | None:
         """When `tick` is due next."""
@@ -239,9 +244,7 @@ class Averager:
         """Copy what this stage has and start all rings, weighted by the samples since the last average."""
         self._num_offered = self._worker.num_trained
         weight = 1.0 + self._num_offered - self._num_averaged  # and one, so that a mean exists
-        weight = dict(order.weights).get(
-            self._position.node, weight
-        )  # a robust round goes by the hub's books
+        weight = dict(order.weights).get(self._position.node, weight)  # robust: by the hub's books
         state, moments = self._stage.state, self._moments()
         faults = []
         for segment, ring in self._rings.items():

@@ -23,7 +23,6 @@ from ravnest.hub.coordinator.events import (
     JobGiven,
     MakeParts,
     MakePlan,
-    Notify,
     PartsMade,
     PeerJoined,
     PeerLeft,
@@ -145,9 +144,7 @@ class World:
         self.laws = Laws(job.profile.num_positions)
         self._line_of_state = LineCost(job.profile, job.config, is_averaged=True)
         self._pipelines: dict[NodeId, ClusterPipeline] = {}
-        self._waiting: dict[
-            NodeId, RoundOpen
-        ] = {}  # members of a gradient round, until their share is trained
+        self._waiting: dict[NodeId, RoundOpen] = {}  # members of a gradient round, at work on their share
         self._facts: PlanFacts | None = None
         self._outages = OutageMonitor(parts.timeouts)
         self._due: float | None = None
@@ -244,14 +241,14 @@ class World:
         assert self._parts.keeps_log, "a hub without a log cannot restart"
         self._session += 1
         self._due = None
+        for peer in self.peers.values():
+            peer.lose_hub()
         self.timeline.after(self._parts.hub_speeds.away_seconds, self._come_back)
 
     def _come_back(self) -> None:
-        log, self._log = self._log, []
         self._begin()
-        for event in log:
+        for event in self._log:
             self.hub.apply(event)
-        self._log.extend(log)
         self.recorder.hub = self.hub
         self.feed(Restarted(self._books, self.timeline.now))
         for peer in [peer for peer in self.peers.values() if peer.is_alive]:
@@ -263,6 +260,8 @@ class World:
         key = f"key of {peer.name}"
         if self.hub.find_missing(key, peer.build_id if peer.held else 0) == peer.name:
             self.feed(PeerReturned(peer.name, (f"tcp://{peer.name}.example:7700",), self.timeline.now))
+            for message in peer.find_hub():
+                self.say(peer, message)
         else:
             self._end(peer)
             self.join(peer.name)
@@ -298,6 +297,7 @@ class World:
     def _watch(self, event: Event, actions: tuple[Action, ...]) -> None:
         since = self.cost.pause()
         self.recorder.observe(event, actions, self.timeline.now)
+        self.laws.count(self.hub, event, actions)
         self.cost.resume(since)
         if isinstance(event, PlanMade) and not (actions and isinstance(actions[0], Refusal)):
             self._learn_plan()
@@ -352,8 +352,6 @@ class World:
                 self._collect(action)
             case Finish() | Abandon():
                 self.finish = action
-            case Notify() | Refusal():
-                pass
 
     def _dismiss(self, peer: SimPeer) -> None:
         if peer.is_alive:
@@ -422,7 +420,10 @@ class World:
         return peer is not None and peer.is_alive
 
     def say(self, peer: SimPeer, message: Message) -> None:
-        """Send a message of a peer to the hub."""
+        """Send a message of a peer to the hub; what it says of its work waits for one that is away."""
+        if not peer.has_link:
+            peer.keep_unheard(message)
+            return
         seconds = self.lines.latency(peer.name, HUB)
         self.timeline.after(seconds, self._in_session(), self._hear, peer, message)
 
@@ -492,6 +493,7 @@ class World:
         )
         pipeline = ClusterPipeline(self.timeline, self.lines, build, self._facts.line, self._tell)
         pipeline.watch_complete = self._complete_share
+        pipeline.watch_dry = lambda name: self.peers[name].begin_next()
         for name in nodes:
             self.end_pipeline(name)
             self._pipelines[name] = pipeline

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from ravnest.config import RESERVE
 from ravnest.errors import LinkError, ProtocolError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
@@ -22,7 +23,7 @@ from ravnest.protocol.training import Activation, FieldParts, Gradient, StepRepo
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPORTS = 1000  # that wait for one receiver; what later ones say need not be known
+_MOST_REPORTS = 3 * RESERVE.most_microbatches  # that wait for one receiver: no cluster trains more alone
 
 
 @dataclass(frozen=True, slots=True)
