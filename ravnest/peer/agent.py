@@ -62,6 +62,7 @@ from ravnest.protocol.membership import (
     Hello,
     Leave,
     ProbeOrder,
+    Recounted,
     Refused,
     Stop,
     Welcome,
@@ -332,6 +333,7 @@ class Agent:
             self._say_hello()
             for outgoing in self._said.say_again(self._build_id):
                 self._outbox.post(outgoing)
+            self._outbox.post(Outgoing(HUB, Recounted(self._build_id)))
             return
         self._said.find_hub()
         self._compute.put(HubLink(is_up=True))

@@ -27,13 +27,11 @@ class RootReserve:
     def __init__(self) -> None:
         self._grants: dict[LeaseId, LeaseGrant] = {}
         self.has_lost_hub = False  # so nobody else says when they are begun
+        self._num_begun = 0  # without it
 
     def follow_hub(self, *, is_lost: bool) -> None:
         """Learn whether the hub is there."""
-        if is_lost and self._grants and not self.has_lost_hub:
-            told = "training goes on without the hub: the samples of %d leases are here"
-            logger.warning(told, len(self._grants))
-        self.has_lost_hub = is_lost
+        self.has_lost_hub, self._num_begun = is_lost, 0
 
     def add(self, grant: LeaseGrant) -> Refusal | None:
         """Wait with a lease."""
@@ -47,9 +45,20 @@ class RootReserve:
         grant = self._grants.pop(lease, None)
         return Refusal(f"lease {lease} is not ahead here, or no more") if grant is None else grant
 
-    def pop_next(self) -> LeaseGrant | None:
+    def pop_next(self, *, is_idle: bool) -> LeaseGrant | None:
         """Return the lease that is begun without the hub, if it is lost and there is one."""
-        return self._grants.pop(next(iter(self._grants))) if self.has_lost_hub and self._grants else None
+        if not self.has_lost_hub:
+            return None
+        if self._grants:
+            if not self._num_begun:
+                told = "training goes on without the hub: the samples of %d leases are here"
+                logger.warning(told, len(self._grants))
+            self._num_begun += 1
+            return self._grants.pop(next(iter(self._grants)))
+        if self._num_begun and is_idle:
+            logger.warning("%d leases are trained without the hub: there are no more here", self._num_begun)
+            self._num_begun = 0
+        return None
 
     def clear(self) -> None:
         """Begin none of them."""

@@ -238,7 +238,8 @@ class RunningStage:
         averaging = self._average() if is_first or is_blocked else None
         if averaging is not None:
             return averaging
-        if self.worker.schedule.next_input is None and (ahead := self._reserve.pop_next()) is not None:
+        schedule = self.worker.schedule
+        if schedule.next_input is None and (ahead := self._reserve.pop_next(is_idle=schedule.is_empty)):
             self.worker.start_lease(ahead)
         work = self.worker.flush() if is_blocked else self.worker.next_work()
         if work is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import RESERVE, PlanConfig
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
 from ravnest.plan.types import ModelProfile, Swarm
@@ -41,6 +41,7 @@ def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettin
         evaluate_updates=wanted.evaluate_updates,
         checkpoint_every=wanted.checkpoint_seconds,
         settle_seconds=10.0,
+        reserve_seconds=RESERVE.seconds if wanted.restarts else 0.0,  # without a restart it changes nothing
     )
     return JobGiven(profile, config, settings, now=0.0)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
-from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.config import RESERVE, TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
@@ -34,7 +34,7 @@ from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
 
-_MOST_REMEMBERED = 4096  # microbatches
+_MOST_REMEMBERED = 32 * RESERVE.most_microbatches  # microbatches: those that are ahead may be checked
 
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]

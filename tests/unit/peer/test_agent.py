@@ -33,7 +33,7 @@ from ravnest.peer.compute_protocol import (
 from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
-from ravnest.protocol.membership import Complaint, Hello, Leave, Refused, Stop, Welcome
+from ravnest.protocol.membership import Complaint, Hello, Leave, Recounted, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import (
     BackupKept,
@@ -471,6 +471,7 @@ def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -
         assert isinstance(first, Hello)
         assert first.build_id == 1
         await scene.say(Welcome(ME))
+        assert isinstance(await scene.hear(object), Recounted)
         scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
         assert (await scene.hear(object)).lease == 8
 
@@ -496,6 +497,7 @@ def test_a_hub_that_was_started_anew_hears_what_counts_and_the_stage_goes_on_wit
         assert (await scene.hear(object)).lease == 7, "it may have died before it wrote that down"
         assert [(await scene.hear(object)).microbatch for _ in range(1000)] == [*range(1000)]
         assert (await scene.hear(object)).lease == 8
+        assert isinstance(await scene.hear(object), Recounted)
         assert len(scene.compute.of(HubLink)) == 1, "only its plan ends what goes on without it"
         await scene.say(PlanOrder(2, 2, 0, STAGE, (ME,), (), ()))
         scene.compute.deliver(StageBuilt(2))
