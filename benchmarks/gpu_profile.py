@@ -97,7 +97,7 @@ def _make_engine(
     from ravnest.model.stage.compiled_stage import StageCompiler
     from ravnest.model.stage.stage_program import build_stage_program
     from ravnest.peer.compile_process import compile_apart, load_compiler
-    from ravnest.peer.limits import keep_compiled
+    from ravnest.peer.machine import keep_compiled
     from ravnest.peer.stage_builder import find_roles
 
     if mode != "off":

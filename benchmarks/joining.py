@@ -21,7 +21,7 @@ PRELOADED = [
     "ravnest.net.zeromq",
     "ravnest.peer.agent",
     "ravnest.peer.compute_process",
-    "ravnest.peer.compute_service",
+    "ravnest.peer.compute",
 ]
 _HUB_SECONDS = 600.0  # until the hub answers: a busy PC captures a model for minutes
 _END_SECONDS = 120.0  # only one that hangs needs so long

@@ -147,7 +147,7 @@ class _Line:
         """Write greedily until the row is full."""
         import torch
 
-        from ravnest.model.stage.cached_text import TextCache
+        from ravnest.model.stage.stage_texts import TextCache
 
         caches = [TextCache() if has_caches else None for _ in self._texts]
         held: list[dict[Any, Any]] = [{} for _ in self._texts]
@@ -166,7 +166,7 @@ class _Line:
         import torch
 
         from ravnest.model.blueprint.place_axes import find_axis
-        from ravnest.model.stage.cached_text import NewPlaces
+        from ravnest.model.stage.stage_texts import NewPlaces
 
         places = NewPlaces(1, first, end)
         for number, (stage, texts) in enumerate(zip(self._stages, self._texts, strict=True)):

@@ -4,7 +4,8 @@ Every segment is cut in parts, at most one per owner, and parts in chunks. A mem
 once and pledges it. When the hub calls, chunks go straight to the owner of their part. The owner checks each
 against the pledge, makes the robust mean of all and sends it to all. Then a member votes. Before the hub
 commits, it has some chunks made again by other members, of the same contributions. What ends a round is the
-same as in `averaging.round`: a member that has voted may not give up by itself.
+same as in `averaging.round`: a member that has voted may not give up by itself. A pledge is the root of a
+HashTree over the chunks.
 """
 
 import math
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ravnest.averaging.pledges import HashTree, digest_content, follow_path
+from blake3 import blake3
+
 from ravnest.averaging.ring import cut_parts
 from ravnest.averaging.round import MemberRound, RoundPhase
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
@@ -31,6 +33,55 @@ from ravnest.protocol.averaging import (
     Sight,
 )
 from ravnest.protocol.messages import Refusal
+
+_DIGEST_BYTES = 16
+_NOTHING = bytes(_DIGEST_BYTES)  # fills a tree up
+
+
+def digest_content(content: Any) -> bytes:
+    """Return the digest of a chunk's bytes: a leaf."""
+    return blake3(b"leaf").update(content).digest(_DIGEST_BYTES)
+
+
+class HashTree:
+    """The tree over leaves in this order: one root for many chunks, and a short path for each.
+
+    Digests are the leaves of a tree of pairs. Its depth follows from their number, and which side of each
+    pair a leaf is on follows from its place, so one root has room for one content of each chunk.
+    """
+
+    def __init__(self, leaves: Sequence[bytes]) -> None:
+        self._levels = [[*leaves, *[_NOTHING] * (2 ** _depth(len(leaves)) - len(leaves))]]
+        while len(self._levels[-1]) > 1:
+            below = self._levels[-1]
+            self._levels.append([_join(below[k], below[k + 1]) for k in range(0, len(below), 2)])
+
+    @property
+    def root(self) -> bytes:
+        """The hash that stands for all leaves."""
+        return self._levels[-1][0]
+
+    def find_path(self, place: int) -> tuple[bytes, ...]:
+        """Return what one needs beside a leaf to come to the root."""
+        return tuple(level[(place >> depth) ^ 1] for depth, level in enumerate(self._levels[:-1]))
+
+
+def follow_path(leaf: bytes, place: int, count: int, path: Sequence[bytes]) -> tuple[bytes, Sequence[bytes]]:
+    """Return the root that a leaf at this place of so many leads to, and what is left of the path."""
+    depth = _depth(count)
+    for beside in path[:depth]:
+        leaf = _join(beside, leaf) if place % 2 else _join(leaf, beside)
+        place //= 2
+    return (leaf if len(path) >= depth else b""), path[depth:]
+
+
+def _depth(count: int) -> int:
+    return max(count - 1, 0).bit_length()
+
+
+def _join(left: bytes, right: bytes) -> bytes:
+    return blake3(b"pair" + left + right).digest(_DIGEST_BYTES)
+
 
 _V = TypeVar("_V", bound=Sized)
 _Key = tuple[SegmentId, int, int]  # part, chunk

@@ -1,7 +1,9 @@
 """What commands share: the parts they work with, files in, files and tables out, options of plans, views.
 
 `program.main(args, obj=CommandParts(...))` runs a command with other parts than the usual ones. Where a file
-cannot be read or written, a sentence says so. A training shows a live panel, plain lines or nothing.
+cannot be read or written, a sentence says so. A training shows a live panel, plain lines or nothing. With
+`--config FILE` the options that the command line leaves out come from a TOML table, by their long names. A
+table that names another command is for that one: one file may serve a hub and those who join it.
 """
 
 import contextlib
@@ -16,11 +18,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ravnest.cli.options_file import find_options
 from ravnest.config import TIMEOUTS, PlanConfig, Timeouts, parse_plan_table, read_plan_config
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
-from ravnest.foreign import parse_table
+from ravnest.foreign import Document, parse_table, quote
 
 if TYPE_CHECKING:  # each of them loads more than most commands need
     from rich.console import RenderableType
@@ -32,6 +33,57 @@ if TYPE_CHECKING:  # each of them loads more than most commands need
     from ravnest.peer.machine import Machine
     from ravnest.plan.types import Plan
     from ravnest.requester.result import Result
+
+
+_NEVER = {"config", "help"}
+
+
+def find_options(command: click.Command, document: Document) -> dict[str, Any]:
+    """Return the options in the table of a command's name, by the names of their parameters."""
+    name = command.name or ""
+    table = document.values.get(name)
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        document.refuse((name,), f"is {quote(table)}, not a table; write [{name}]")
+    known = {_key_of(each): each for each in command.params if not getattr(each, "hidden", False)}
+    known = {key: each for key, each in known.items() if key not in _NEVER}
+    plain = {key: key.replace("_", "-") for key in table}
+    document.refuse_unknown((name,), [*known, *(key for key in plain if plain[key] in known)])
+    return {
+        _name_of(known[plain[key]]): _read_value(known[plain[key]], value, document, (name, key))
+        for key, value in table.items()
+    }
+
+
+def _key_of(parameter: click.Parameter) -> str:
+    """Return how a file names it: `hub-upload`, or of an argument what the usage calls it."""
+    if isinstance(parameter, click.Argument):
+        return {"place": "job"}.get(_name_of(parameter), _name_of(parameter))
+    return max(parameter.opts, key=len).lstrip("-")
+
+
+def _name_of(parameter: click.Parameter) -> str:
+    assert parameter.name is not None
+    return parameter.name
+
+
+def _read_value(parameter: click.Parameter, value: object, document: Document, place: tuple[str, str]) -> Any:
+    is_flag = bool(getattr(parameter, "is_flag", False))
+    alone = getattr(parameter, "flag_value", None)  # what an option means that may come without a value
+    is_switch = not is_flag and isinstance(alone, str)
+    if isinstance(value, bool) != is_flag and not (is_switch and value is True):
+        document.refuse(place, f"is {quote(value)}; write {'true or false' if is_flag else 'its value'}")
+    if value is True and is_switch:
+        return alone
+    many = value if isinstance(value, list) else [value]
+    is_many = getattr(parameter, "multiple", False)
+    is_plain = all(isinstance(each, str | int | float) for each in many)
+    if not is_plain or (isinstance(value, list) and not is_many):
+        document.refuse(
+            place, f"is {quote(value)}; write a text or a number{', or a list' if is_many else ''}"
+        )
+    return [str(each) for each in many] if is_many else value
 
 
 def read_text(name: str, max_bytes: int) -> str:

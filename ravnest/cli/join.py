@@ -155,8 +155,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     """
     from ravnest.cli.lending_loop import read_hours
     from ravnest.net.identity import read_token
-    from ravnest.peer.limits import count_cores, limit_cpu, read_cores
-    from ravnest.peer.machine import THIS_PC
+    from ravnest.peer.machine import THIS_PC, count_cores, limit_cpu, read_cores
 
     if token is None and token_file is None and page is not None and page.lower().startswith(_PREFIX):
         token, page = page, _THIS_PC  # `ravnest join --page TOKEN`
@@ -203,8 +202,7 @@ def _open_compute(
     """Start what computes, have it look at this PC, and give it a folder for as long as this program runs."""
     from ravnest.peer.compute_frames import SurveyOrder
     from ravnest.peer.compute_process import ComputeProcess, may_use_gpu, start_child
-    from ravnest.peer.limits import keep_compiled
-    from ravnest.peer.machine import keep_few_arenas
+    from ravnest.peer.machine import keep_compiled, keep_few_arenas
 
     keep_few_arenas()  # before there is a second thread
     speed = stated.flops_per_second or stated.emulated_flops_per_second
@@ -492,7 +490,7 @@ def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
 
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
-    from ravnest.peer.limits import MemoryWatch
+    from ravnest.peer.machine import MemoryWatch
 
     device, lent = offer.limits.device, offer.limits.memory_bytes
     watched: float | None = lent if device == "cpu" else None

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
     from ravnest.peer.agent import Agent
-    from ravnest.peer.limits import MemoryWatch
-    from ravnest.peer.machine import Machine
+    from ravnest.peer.machine import Machine, MemoryWatch
     from ravnest.provider.lending_documents import LendingFacts
 
 

@@ -12,17 +12,14 @@ from importlib import metadata
 import click
 from click.shell_completion import CompletionItem
 
-from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.generate import write_text_after
-from ravnest.cli.guests import guests, invite, kick, revoke
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
-from ravnest.cli.logs import logs
 from ravnest.cli.plan import plan
-from ravnest.cli.runs import checkpoint, status, stop, token
+from ravnest.cli.runs import checkpoint, dashboard, guests, invite, kick, logs, revoke, status, stop, token
 from ravnest.cli.simulate import simulate
 from ravnest.cli.train import hub, train
 from ravnest.errors import RavnestError

@@ -1,9 +1,19 @@
-"""`ravnest status`, `stop` and `token`: read from a run's folder where it stands; end it; invite others."""
+"""The commands about a run, by its folder: how it stands, what it said, its end, and who may join it.
+
+`ravnest status`, `logs`, `dashboard`, `checkpoint`, `stop`, `token`, `invite`, `guests`, `revoke` and `kick`.
+"""
+
+import json
+import re
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
 
 import click
 
-from ravnest.cli.common import to_json
-from ravnest.errors import RavnestError
+from ravnest.cli.common import find_parts, to_json
+from ravnest.errors import ConfigError, RavnestError
+from ravnest.units import show_plainly
 
 
 @click.command()
@@ -109,3 +119,175 @@ def token(given: str | None, as_json: bool) -> None:
         for address in found.addresses:
             click.echo(f"address    {address}")
         click.echo("secret     in the token, not shown: whoever has the token can join")
+
+
+@click.command()
+@click.argument("folder", required=False)
+@click.argument("beside", metavar="[OTHER]...", nargs=-1)
+@click.option("--at", default="", metavar="HOST:PORT", help="Where; only on this PC if left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.dashboard/1).")
+def dashboard(folder: str | None, beside: tuple[str, ...], at: str, as_json: bool) -> None:
+    """Show the run in FOLDER in a browser, read-only; the newest under runs/ if left out.
+
+    The curves of OTHER runs are shown beside its own. It reads the log, and reads on while a hub writes it.
+    Ctrl-C ends it. A hub at work has a page of its own, which shows more: how busy stages are, what crosses
+    between them.
+    """
+    from ravnest.hub.service.web.dashboard import LogDashboard, LogFollower
+    from ravnest.hub.service.web.documents import API_SCHEMA
+    from ravnest.net.identity import read_address
+    from ravnest.requester.run_folder import find_run, read_hub_file
+
+    place, timeouts = find_run(folder), find_parts().timeouts
+
+    def follow(found: Path) -> LogFollower:
+        read_hub_file(found)  # a folder that holds no run is refused now
+        return LogFollower(found, lambda: read_hub_file(found).process is not None, timeouts)
+
+    follower, others = follow(place), {other: follow(Path(other)) for other in beside}
+    where = read_address(at, is_door=True) if at else ""
+    with LogDashboard(follower, where, timeouts, others) as opened:
+        if as_json:
+            click.echo(to_json({"schema": API_SCHEMA, "folder": str(place), "link": opened.link}))
+        else:
+            click.echo(f"{place} is shown until Ctrl-C at", err=True)
+            click.echo(opened.link)
+        threading.Event().wait()
+
+
+@click.command()
+@click.argument("folder", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Print on while the hub is at work; Ctrl-C ends it.")
+@click.option(
+    "--lines", "-n", type=int, metavar="N", help="Only the last N lines; all that is kept if left out."
+)
+@click.option("--find", "words", metavar="WORDS", help="Only lines with these words.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each line (ravnest.logs/1).")
+def logs(folder: str | None, follow: bool, lines: int | None, words: str | None, as_json: bool) -> None:
+    """Print the log of the run in FOLDER; the newest under runs/ if left out.
+
+    It has every notice and what the program itself says; more of that with `ravnest hub --verbose`. The files
+    are hub.log and those before it, 12 MB at most. The lines of a peer are on its own terminal.
+    """
+    from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_log import LogReader
+
+    if lines is not None and lines < 0:
+        raise ConfigError(f"--lines {lines} is less than none; give 0 or more")
+    place = find_run(folder)
+    reader = LogReader(place)
+    is_running = read_hub_file(place).process is not None
+
+    def show(found: list[str]) -> None:
+        for line in found:
+            if words is None or words.lower() in line.lower():
+                click.echo(_to_json(line) if as_json else show_plainly(line))
+
+    known = [line for line in reader.read_all() if words is None or words.lower() in line.lower()]
+    show(known if lines is None else known[max(0, len(known) - lines) :])
+    pause = threading.Event()  # never set
+    while follow and is_running:
+        pause.wait(find_parts().timeouts.program.log_look_seconds)
+        is_running = read_hub_file(place).process is not None  # before the last look, not after
+        show(reader.read_new())
+
+
+_LINE = re.compile(r"(?P<at>\S+ \S+) (?P<level>[A-Z]+) +(?P<source>\S+): (?P<text>.*)")
+
+
+def _to_json(line: str) -> str:
+    found = _LINE.fullmatch(line)
+    parts = {"text": line} if found is None else found.groupdict()
+    return json.dumps({"schema": "ravnest.logs/1", **parts}, sort_keys=True)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folder", required=False)
+@click.option("--days", type=float, metavar="N", help="The token ends after so many days; never if left out.")
+@click.option("--nodes", type=int, metavar="N", help="At most so many PCs at a time; any number if left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.invite/1).")
+def invite(name: str, folder: str | None, days: float | None, nodes: int | None, as_json: bool) -> None:
+    """Print a token for the guest NAME of the run in FOLDER, the newest under runs/ if left out.
+
+    The guest joins with it as with the hub's own token. You can withdraw it alone: ravnest revoke NAME.
+    """
+    from ravnest.requester.run_folder import GuestFile, find_run, invite_guest, read_hub_file
+
+    place = find_run(folder)
+    token = invite_guest(GuestFile(place), read_hub_file(place), name, days, nodes)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.invite/1", "name": name, "invitation": token}))
+    else:
+        click.echo(token)
+
+
+@click.command()
+@click.argument("folder", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.guests/1).")
+def guests(folder: str | None, as_json: bool) -> None:
+    """List whom the run in FOLDER has invited, until when and with how many nodes."""
+    import msgspec
+
+    from ravnest.requester.run_folder import GuestFile, find_run, read_hub_file
+
+    place = find_run(folder)
+    read_hub_file(place)
+    found = GuestFile(place).read().invitations
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.guests/1", "guests": msgspec.to_builtins(found)}))
+        return
+    for each in found:
+        end = (
+            "no end"
+            if each.ends_at is None
+            else f"until {datetime.fromtimestamp(each.ends_at, UTC):%Y-%m-%d %H:%M} UTC"
+        )
+        room = "any number of nodes" if each.max_nodes is None else f"{each.max_nodes} nodes"
+        state = "withdrawn" if each.is_revoked else f"{end}, {room}"
+        faults = f", {len(each.strikes)} faults, the last: {each.strikes[-1]}" if each.strikes else ""
+        click.echo(f"{each.name:20} {state}{faults}")
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folder", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.revoke/1).")
+def revoke(name: str, folder: str | None, as_json: bool) -> None:
+    """Withdraw the token of the guest NAME; its nodes leave, the others train on.
+
+    "everybody" is the name of the hub's own token. Without a hub at work it is withdrawn for the next one.
+    """
+    from ravnest.requester.hub_channel import RevokeRequest, ask_hub
+    from ravnest.requester.run_folder import GuestFile, find_run, read_hub_file
+
+    place = find_run(folder)
+    file = read_hub_file(place)
+    if file.process is not None and file.channel_port:
+        list(ask_hub(place, RevokeRequest(name)))
+    else:
+        GuestFile(place).change(lambda known: known.revoke(name))
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.revoke/1", "folder": str(place), "name": name}))
+    else:
+        click.echo(f"the invitation of {name} in {place} is withdrawn", err=True)
+
+
+@click.command()
+@click.argument("node")
+@click.argument("folder", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.kick/1).")
+def kick(node: str, folder: str | None, as_json: bool) -> None:
+    """Send NODE away from the run in FOLDER; it may not come back with the same key.
+
+    Its provider can join again with a new one: to prevent that, withdraw the invitation.
+    """
+    from ravnest.requester.hub_channel import KickRequest, ask_hub
+    from ravnest.requester.run_folder import find_run
+
+    place = find_run(folder)
+    list(ask_hub(place, KickRequest(node)))
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.kick/1", "folder": str(place), "node": node}))
+    else:
+        click.echo(f"{node} is sent away from {place}", err=True)

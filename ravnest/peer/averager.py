@@ -24,7 +24,6 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
 from ravnest.model.blueprint.program import Blueprint
 from ravnest.model.state.state_dict import Layout
-from ravnest.peer.pacing import StagePosition
 from ravnest.peer.segments import EncodedChunk, GradientSegment, SegmentState
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.peer.worker import Worker
@@ -104,7 +103,6 @@ class Averager:
 
     def __init__(
         self,
-        position: StagePosition,
         order: PlanOrder,
         blueprint: Blueprint,
         worker: Worker,
@@ -114,7 +112,7 @@ class Averager:
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._timeouts = timeouts
-        self._position = position
+        self._node, self._build_id, self._device = order.position.node, order.build_id, worker.device.name
         self._worker, self._stage = worker, worker.stage
         self._clock = clock
         self._training, self._layout = training, Layout.of(blueprint)
@@ -143,7 +141,7 @@ class Averager:
         """Average these segments from the anchors there were; without any, from the stage's own state."""
         self._plan_id, self._rings = order.plan_id, dict(order.rings)
         state = {**self._stage.state, **anchor_state.anchors}
-        given = (self._written, self._training, self._position.device, state, anchor_state.outer)
+        given = (self._written, self._training, self._device, state, anchor_state.outer)
         self.segments = {
             segment: SegmentState(self._layout.segment(ring.start, ring.stop), *given)
             for segment, ring in self._rings.items()
@@ -168,7 +166,7 @@ class Averager:
         before = self.anchor_state
         self._follow(order, before)
         if reason := refuse_exact(order, self._worker.tied):
-            return [Outgoing(HUB, StageMissing(self._position.build_id, self._position.node, reason))]
+            return [Outgoing(HUB, StageMissing(self._build_id, self._node, reason))]
         self._worker.set_exact(order.is_exact)
         if any(name not in before.anchors for each in self.segments.values() for name in each.anchors):
             self._anchor_round = None  # it was in no ring
@@ -205,9 +203,9 @@ class Averager:
         self._before, self._after = {}, {}
         for segment, ring in self._rings.items():
             owners = _present(ring, order)
-            if self._position.node not in owners:
+            if self._node not in owners:
                 return []
-            index = owners.index(self._position.node)
+            index = owners.index(self._node)
             self._before[segment] = owners[index - 1]
             self._after[segment] = owners[(index + 1) % len(owners)]
         self._order, self._round_id = order, order.round_id
@@ -233,8 +231,8 @@ class Averager:
             self._worker.expect_update(order.rate, order.num_microbatches)
             return []
         self._end()
-        reason = f"{self._position.node} makes its updates alone"
-        return [Outgoing(HUB, RoundAbort(order.round_id, reason, self._position.node))]
+        reason = f"{self._node} makes its updates alone"
+        return [Outgoing(HUB, RoundAbort(order.round_id, reason, self._node))]
 
     def _find_missing(self) -> list[SegmentId]:
         """Return the segments of which the anchor of another owner has not come whole."""
@@ -244,7 +242,7 @@ class Averager:
         """Copy what this stage has and start all rings, weighted by the samples since the last average."""
         self._num_offered = self._worker.num_trained
         weight = 1.0 + self._num_offered - self._num_averaged  # and one, so that a mean exists
-        weight = dict(order.weights).get(self._position.node, weight)  # robust: by the hub's books
+        weight = dict(order.weights).get(self._node, weight)  # a robust round goes by the hub's books
         state, moments = self._stage.state, self._moments()
         faults = []
         for segment, ring in self._rings.items():
@@ -255,14 +253,14 @@ class Averager:
         else:
             self._round = self._make_round(order, {x: (each, weight) for x, each in self.segments.items()})
         if faults:
-            abort = self._round.give_up(faults[0], self._position.node)
+            abort = self._round.give_up(faults[0], self._node)
             return [*([] if abort is None else [Outgoing(HUB, abort)]), *self._settle()]
         self._starts = self._round.start()
         return []
 
     def _begin_gradients(self, order: RoundOpen) -> list[Outgoing]:
         """Copy the gradient of this stage's share of the batch and start all rings, by its samples."""
-        given = self._stage.summed, self._training.exact_gradients, self._position.device
+        given = self._stage.summed, self._training.exact_gradients, self._device
         state = self._stage.state
         self._gradients = {
             segment: GradientSegment(each.trained, *given, each.statistics, state)
@@ -283,10 +281,10 @@ class Averager:
         members: dict[SegmentId, RingReduce[EncodedChunk]] = {}
         for segment, (reducer, weight) in reducers.items():
             owners = _present(self._rings[segment], order)
-            place = RingPosition(order.round_id, segment, owners.index(self._position.node), len(owners))
+            place = RingPosition(order.round_id, segment, owners.index(self._node), len(owners))
             chunk_size = choose_chunk_size(reducer.edges[-1], len(owners), order.least_chunk)
             members[segment] = RingReduce(place, reducer, weight, chunk_size)
-        return Round(order.round_id, self._position.node, members, self._due, self._before)
+        return Round(order.round_id, self._node, members, self._due, self._before)
 
     def _make_robust(self, order: RoundOpen) -> DirectRound[EncodedChunk]:
         """Return a robust round that begins: contributions go straight to the owners of parts."""
@@ -297,7 +295,7 @@ class Averager:
             apart = (frozenset(order.resting), frozenset(order.hidden))
             facts = (order.round_id, segment, state, owners, weights, size)
             shared[segment] = SharedSegment(*facts, *apart)
-        return DirectRound(order.round_id, self._position.node, shared, self._due)
+        return DirectRound(order.round_id, self._node, shared, self._due)
 
     def _moments(self) -> dict[str, Tensor]:
         if not self._moving:
@@ -379,7 +377,7 @@ class Averager:
             return under_way.receive(sender, _with_value(part, EncodedChunk(part.value, buffer, None)))
         if isinstance(part, DirectPart) or sender != self._before.get(part.segment):
             return Refusal(f"a part of {sender}, which is not before this stage")
-        items = decode_tensor(buffer, part.value, self._position.device)
+        items = decode_tensor(buffer, part.value, self._device)
         return under_way.receive(_with_value(part, EncodedChunk(part.value, buffer, items)))
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -388,7 +386,7 @@ class Averager:
             return []
         self._due = now + self._timeouts.ask_again_seconds
         if self._round is None:
-            suspect, reason = self._position.node, "its share of the batch is not trained yet"
+            suspect, reason = self._node, "its share of the batch is not trained yet"
             if not self._order.sums_gradients:
                 suspect = self._before[self._find_missing()[0]]
                 reason = f"{suspect} has not sent its last average"
@@ -481,9 +479,7 @@ class Averager:
             return Refusal(f"an anchor of segment {part.segment} from {sender}, which was not asked for it")
         if part.value.dtype != "float32" or len(part.value.shape) != 1:
             raise ProtocolError(f"a part of an anchor of {part.value.dtype} {part.value.shape}")
-        self.segments[part.segment].receive(
-            part.offset, decode_tensor(buffer, part.value, self._position.device)
-        )
+        self.segments[part.segment].receive(part.offset, decode_tensor(buffer, part.value, self._device))
         if self._find_missing():
             return []
         for each in self.segments.values():

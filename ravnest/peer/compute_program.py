@@ -1,7 +1,7 @@
 """The program that computes: an agent starts it, as a process of its own.
 
-It closes its first fences while it has one thread, and only then loads torch: `compute_service` goes on. It
-ends when the agent does.
+It closes its first fences while it has one thread, and only then loads torch: `compute` goes on. It ends
+when the agent does.
 """
 
 import json
@@ -20,7 +20,7 @@ def run_compute(descriptor: int, wishes: str) -> None:
     given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     known = FenceWishes(**given)
     fences = close_early(known)
-    from ravnest.peer.compute_service import serve_agent  # it loads torch
+    from ravnest.peer.compute import serve_agent  # it loads torch
 
     code = serve_agent(end_of_pair, known, fences)
     sys.stderr.flush()

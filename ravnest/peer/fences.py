@@ -232,17 +232,16 @@ def _close_files(wishes: FenceWishes) -> None:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
+    """Allow what lies under a path. Its descriptor stays open for good: a rule is of an inode, and under
+    /proc the kernel makes another one for a file that it forgot for want of memory."""
     try:
         descriptor = os.open(path, _O_PATH | os.O_CLOEXEC)
     except OSError:  # this system has none
         return
-    try:
-        if not os.path.isdir(path):
-            rights &= _OF_FILES
-        record = ctypes.create_string_buffer(struct.pack("<Qi", rights, descriptor))
-        _call("syscall", _LANDLOCK_ADD, rules, _PATH_BENEATH, _address(record), 0)
-    finally:
-        os.close(descriptor)
+    if not os.path.isdir(path):
+        rights &= _OF_FILES
+    record = ctypes.create_string_buffer(struct.pack("<Qi", rights, descriptor))
+    _call("syscall", _LANDLOCK_ADD, rules, _PATH_BENEATH, _address(record), 0)
 
 
 def _close_calls(calls: dict[str, tuple[int, int]], sockets: str) -> None:

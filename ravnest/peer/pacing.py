@@ -1,4 +1,4 @@
-"""Where a stage stands in its cluster, and how it keeps time: how long it works, how far ahead it may run.
+"""How a stage keeps time: how long it works, how far ahead it may run.
 
 Every stage of a cluster reports to the root now and then. The root measures how long a microbatch is away and
 lets engine.staleness decide; every stage follows its Pace.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.staleness import (
     Decision,
@@ -20,58 +20,27 @@ from ravnest.engine.staleness import (
     gradient_weight,
 )
 from ravnest.ids import HUB, MicrobatchId, NodeId
+from ravnest.plan.types import Stage
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.training import Pace, StepReport
 from ravnest.transfer.outbox import Outgoing
-
-
-@dataclass(frozen=True, slots=True)
-class StagePosition:
-    """The build of a stage, its cluster from root to leaf, its wire formats, its device and way to work."""
-
-    build_id: int
-    seed: int
-    node: NodeId
-    pipeline: tuple[NodeId, ...]
-    activations: WireFormat = WireFormat.FP32
-    gradients: WireFormat = WireFormat.FP32
-    device: str = "cpu"
-    recomputes: bool = False
-
-    @property
-    def index(self) -> int:
-        """Its number in the cluster; the root has 0."""
-        return self.pipeline.index(self.node)
-
-    @property
-    def before(self) -> NodeId | None:
-        """The neighbour towards the root."""
-        return self.pipeline[self.index - 1] if self.index else None
-
-    @property
-    def after(self) -> NodeId | None:
-        """The neighbour towards the leaf."""
-        return self.pipeline[self.index + 1] if self.index + 1 < len(self.pipeline) else None
-
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 
 
-def make_policy(planned_updates: int, max_lag: int | None, order: PlanOrder) -> StalenessPolicy:
+def make_policy(planned_updates: int, max_lag: int | None, stage: Stage, accumulate: int) -> StalenessPolicy:
     """Return what bounds the staleness of one stage: accumulation is the plan's, the rest is measured.
 
-    So many updates are planned for the job, of all clusters together.
+    So many updates are planned for its cluster.
     """
-    assert order.stage is not None
-    num_clusters = max((len(ring.owners) for _, ring in order.rings), default=1)
     return StalenessPolicy(
-        planned_updates=planned_updates // num_clusters,
-        accumulate_min=order.accumulate,
-        accumulate_max=order.accumulate,
-        window_max=order.stage.window,
+        planned_updates=planned_updates,
+        accumulate_min=accumulate,
+        accumulate_max=accumulate,
+        window_max=stage.window,
         max_lag=max_lag,
     )
 
@@ -88,6 +57,7 @@ class Device:
     forward_seconds: float = 0.0
     inputs_seconds: float = 0.0
     weights_seconds: float = 0.0
+    name: str = "cpu"  # as torch has it
     late_seconds: float = 0.0  # that the last wait ended too late: on the device the next work began before
 
     def stretch(self, started: float, seconds: float) -> None:

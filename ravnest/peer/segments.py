@@ -14,8 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ravnest.averaging.direct import Judged, Row
-from ravnest.averaging.pledges import digest_content
+from ravnest.averaging.direct import Judged, Row, digest_content
 from ravnest.codec import ErrorFeedback, decode_tensor, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.norms import find_norms

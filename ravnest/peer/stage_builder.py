@@ -33,7 +33,7 @@ from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
 from ravnest.peer.compile_process import compile_apart
 from ravnest.peer.compute_protocol import Build, ProviderLimits
-from ravnest.peer.pacing import Device, StagePosition, make_policy
+from ravnest.peer.pacing import Device, make_policy
 from ravnest.peer.worker import Worker
 from ravnest.protocol.placement import StageMissing, StageParts
 from ravnest.protocol.tensors import Buffer
@@ -243,22 +243,17 @@ class StageBuilder:
         settings = training.optimizer
         settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
         engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
-        formats = (stage.activations, stage.gradients)
-        position = StagePosition(
-            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device, stage.recompute
-        )
         schedule = StageSchedule(
             stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact
         )
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
         rate = training.optimizer.learning_rate
-        policy = make_policy(training.planned_updates, training.max_lag, order)
-        worker = Worker(position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
+        num_updates = training.planned_updates // order.num_clusters
+        policy = make_policy(num_updates, training.max_lag, stage, order.accumulate)
+        worker = Worker(order.position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
         if reason := refuse_exact(order, worker.tied):
             return StageMissing(parts.build_id, stage.node, reason)
-        averager = Averager(
-            position, order, blueprint, worker, training, self._clock, anchor_state, self._timeouts
-        )
+        averager = Averager(order, blueprint, worker, training, self._clock, anchor_state, self._timeouts)
         return worker, averager
 
     def _check_size(self, blueprint: Blueprint, num_samples: int) -> Footprint:
@@ -309,13 +304,12 @@ class StageBuilder:
     def _device(self, blueprint: Blueprint, batch_size: int, is_split: bool, recompute: bool) -> Device:
         """Return the device of the stage, slowed down if it is an emulated one."""
         if self._limits.emulated_flops_per_second is None:
-            return Device(self._clock, self._wait)
+            return Device(self._clock, self._wait, name=self._limits.device)
         forward, inputs, weights = self._tools.count_flops(blueprint, batch_size)
         if inputs and not is_split:
             inputs, weights = inputs + weights, 0.0
         again = forward if recompute else 0.0  # before the first part of the backward that does something
         inputs, weights = (inputs + again, weights) if inputs else (0.0, weights + again)
         per_sample = 1 / (self._limits.emulated_flops_per_second * batch_size)
-        return Device(
-            self._clock, self._wait, forward * per_sample, inputs * per_sample, weights * per_sample
-        )
+        seconds = (forward * per_sample, inputs * per_sample, weights * per_sample)
+        return Device(self._clock, self._wait, *seconds, self._limits.device)

@@ -20,11 +20,10 @@ from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.place_axes import find_axis
 from ravnest.model.blueprint.program import Blueprint, Program, ValueId
-from ravnest.model.stage.cached_text import NewPlaces, TextCache
 from ravnest.model.stage.stage_program import StageProgram
-from ravnest.model.stage.stage_texts import StageTexts
+from ravnest.model.stage.stage_texts import NewPlaces, StageTexts, TextCache
 from ravnest.model.stage.text_model import LOGITS_RESULT, make_generation_program
-from ravnest.peer.pacing import Device, StagePosition
+from ravnest.peer.pacing import Device
 from ravnest.protocol.generation import (
     GenerationAnswer,
     GenerationEnd,
@@ -35,6 +34,7 @@ from ravnest.protocol.generation import (
 )
 from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
 
@@ -182,7 +182,7 @@ class StageGeneration:
             wanted = whole if axis is None else places.shape(kind, axis)
             if spec.shape != wanted or spec.dtype != kind.dtype:
                 raise ProtocolError(f"value {number} of a generation has shape {spec.shape}, not its own")
-            device = self._position.device if spec.dtype in FLOAT_BYTES else "cpu"
+            device = self._device.name if spec.dtype in FLOAT_BYTES else "cpu"
             part = decode_tensor(buffer, spec, device)
             if axis is None:
                 found.held[value] = part
@@ -251,8 +251,8 @@ class StageGeneration:
         for value in self._program.outputs:
             sent = outputs[value].contiguous()
             key = (self._position.seed, order.generation, order.step, int(value))
-            specs.append((int(value), describe(sent, self._position.activations)))
-            buffers.append(encode_tensor(sent, self._position.activations, key))
+            specs.append((int(value), describe(sent, self._position.stage.activations)))
+            buffers.append(encode_tensor(sent, self._position.stage.activations, key))
         message = GenerationValues(self._position.build_id, order.generation, order.step, tuple(specs))
         return Outgoing(self._position.after, message, tuple(buffers))
 

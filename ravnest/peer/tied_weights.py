@@ -19,9 +19,9 @@ from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError, WeightsError
 from ravnest.ids import NodeId
 from ravnest.model.blueprint.program import Blueprint
-from ravnest.peer.pacing import StagePosition
 from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer, TensorSpec
 from ravnest.transfer.outbox import Outgoing
 

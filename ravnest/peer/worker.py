@@ -21,11 +21,12 @@ from ravnest.engine.weight_versions import MakeAgain
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.model.blueprint.program import Blueprint, Program, ValueId
-from ravnest.peer.pacing import Device, StagePosition, Timekeeper
+from ravnest.peer.pacing import Device, Timekeeper
 from ravnest.peer.stage_generation import StageGeneration
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer, TensorSpec
 from ravnest.protocol.training import (
     Activation,
@@ -129,7 +130,7 @@ class Worker:
         self._stage = stage
         self.schedule = schedule
         self._rates: dict[int, float] = {0: learning_rate}
-        self._device = device
+        self.device = device
         self._clock = device.clock
         self.timekeeper = Timekeeper(position, schedule, device.clock, policy, timeouts)
         self._arriving: dict[MicrobatchId, _Arriving] = {}
@@ -178,7 +179,7 @@ class Worker:
     def begin_texts(self) -> StageGeneration:
         """Return the stage's part in texts, made for the first one."""
         if self.generation is None:
-            self.generation = StageGeneration(self.position, self._blueprint, self._stage, self._device)
+            self.generation = StageGeneration(self.position, self._blueprint, self._stage, self.device)
         return self.generation
 
     def flush(self) -> Iterator[Outgoing] | None:
@@ -266,7 +267,7 @@ class Worker:
         if arriving.inputs is not None:
             return Refusal(f"microbatch {message.microbatch} has arrived before: the second copy is dropped")
         program = self._blueprint.program(message.is_evaluation)
-        found = _check_values(message, buffers, program, message.num_samples, self.position.device)
+        found = _check_values(message, buffers, program, message.num_samples, self.device.name)
         if found.keys() != set(program.inputs):
             raise ProtocolError(
                 f"microbatch {message.microbatch} comes with values {sorted(found)}, not those awaited"
@@ -285,7 +286,7 @@ class Worker:
         found = {
             value: each.decode()
             for value, each in _check_values(
-                message, buffers, program, running.num_samples, self.position.device
+                message, buffers, program, running.num_samples, self.device.name
             ).items()
         }
         if reason := self.schedule.offer_gradient(message.microbatch):
@@ -331,11 +332,11 @@ class Worker:
     def _forward(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
         ready = self._ready.pop(microbatch)
         inputs, started = ready.decode_inputs(), self._clock()
-        again = ready.find_again() if self.position.recomputes else None
+        again = ready.find_again() if self.position.stage.recompute else None
         key = (self.position.seed, microbatch)
         passed = self._stage.forward(microbatch, inputs, ready.fields, key=key, again=again)
         del inputs
-        self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
+        self.device.stretch(started, self.device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
             return
@@ -352,7 +353,7 @@ class Worker:
         self.schedule.offer_gradient(microbatch)
 
     def _backward(self, task: Task) -> Iterator[Outgoing]:
-        microbatch, started, device = task.microbatch, self._clock(), self._device
+        microbatch, started, device = task.microbatch, self._clock(), self.device
         running = self._running[microbatch]
         gradients = self._stage.backward_inputs(microbatch, self._gradients.pop(microbatch))
         device.stretch(started, device.inputs_seconds * running.num_samples)
@@ -361,7 +362,7 @@ class Worker:
             if self._before is not None:
                 values = [(ValueId(value), gradient) for value, gradient in gradients.items()]
                 specs, buffers = _encode_values(
-                    values, self.position.gradients, (self.position.seed, microbatch)
+                    values, self.position.stage.gradients, (self.position.seed, microbatch)
                 )
                 squares = self._stage.norm_square + self._stage.squares_after
                 back = Gradient(self.position.build_id, microbatch, specs, squares)
@@ -418,7 +419,7 @@ class Worker:
         ready = self._ready.pop(microbatch)
         inputs, started = ready.decode_inputs(), self._clock()
         passed = self._stage.evaluate(microbatch, inputs, ready.fields)
-        self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
+        self.device.stretch(started, self.device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
             return
@@ -437,7 +438,7 @@ class Worker:
         if average is not None:
             inputs, started = ready.decode_inputs(), self._clock()
             passed = self._stage.rerun(microbatch, inputs, ready.fields, key, average)
-            self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
+            self.device.stretch(started, self.device.forward_seconds * ready.num_samples)
             loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
         anchor_round = None if loss is None else ready.recheck.anchor_round
         facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
@@ -447,7 +448,7 @@ class Worker:
         assert self._after is not None
         values = [(ValueId(value), tensor) for value, tensor in passed.outputs.items()]
         key = (self.position.seed, microbatch)
-        specs, buffers = _encode_values(values, self.position.activations, key)
+        specs, buffers = _encode_values(values, self.position.stage.activations, key)
         is_evaluation = bool(ready.is_evaluation)
         stamp = self.tied.stamp(is_evaluation or self.schedule.is_lockstep)
         build_id, squares = self.position.build_id, self._stage.norm_square + self._stage.squares_before

@@ -63,6 +63,36 @@ class Contact:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePosition:
+    """A stage, and where it stands in its cluster, from root to leaf; no message, but part of an order."""
+
+    build_id: int
+    seed: int
+    stage: Stage
+    pipeline: tuple[NodeId, ...]
+
+    @property
+    def node(self) -> NodeId:
+        """Its own node."""
+        return self.stage.node
+
+    @property
+    def index(self) -> int:
+        """Its number in the cluster; the root has 0."""
+        return self.pipeline.index(self.node)
+
+    @property
+    def before(self) -> NodeId | None:
+        """The neighbour towards the root."""
+        return self.pipeline[self.index - 1] if self.index else None
+
+    @property
+    def after(self) -> NodeId | None:
+        """The neighbour towards the leaf."""
+        return self.pipeline[self.index + 1] if self.index + 1 < len(self.pipeline) else None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanOrder:
     """One peer's new part of a plan: its stage, its cluster in order, its rings. A spare has none of them.
 
@@ -78,6 +108,17 @@ class PlanOrder:
     contacts: tuple[Contact, ...]
     accumulate: int = 1  # microbatches per update
     is_exact: bool = False  # updates wait for gradient rounds
+
+    @property
+    def position(self) -> StagePosition:
+        """Where the stage stands, if there is one."""
+        assert self.stage is not None, "a spare has no stage"
+        return StagePosition(self.build_id, self.seed, self.stage, self.pipeline)
+
+    @property
+    def num_clusters(self) -> int:
+        """How many clusters average with this one, and itself."""
+        return max((len(ring.owners) for _, ring in self.rings), default=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from ravnest.errors import ConfigError
 from ravnest.model.capture.model_with_loss import name_fields
 from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
 from ravnest.requester.readers import Readers
-from ravnest.requester.sample_spool import SampleParts
-from ravnest.requester.sample_stream import SampleStream, StreamLimits
+from ravnest.requester.sample_stream import SampleParts, SampleStream, StreamLimits
 from ravnest.units import show_value
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,19 @@
-"""A run's folder: the hub's identity, its addresses, its process, and what the run leaves.
+"""A run's folder: the hub's identity, its addresses, its process, its guests, and what the run leaves.
 
 `hub.json` holds the hub's key and the secret of its invitation, so only its user may read it. A hub that
-opens the folder again gives out the same invitation. The event log lies beside it. No torch in here.
+opens the folder again gives out the same invitation. The event log lies beside it, and `guests.json`, which a
+hub and commands beside it read and change. No torch in here.
 """
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
-from datetime import date
+import time
+from collections.abc import Callable, Iterator
+from datetime import date, timedelta
 from pathlib import Path
+from secrets import token_bytes
 from typing import Annotated
 
 import msgspec
@@ -20,8 +24,18 @@ from msgspec import Meta
 from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
+from ravnest.hub.service.guests import GuestList, Guests
 from ravnest.model.state.shards import find_written, has_weights
-from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
+from ravnest.net.identity import (
+    INVITATION_BYTES,
+    SECRET_BYTES,
+    KeyPair,
+    Token,
+    derive_secret,
+    load_keys,
+    new_keys,
+    write_token,
+)
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -212,3 +226,80 @@ def _name_runs(name: str) -> Iterator[Path]:
     yield RUNS / word
     for number in range(2, 10_000):
         yield RUNS / f"{word}-{number}"
+
+
+_MOST_DAYS, _MOST_NODES = 36_500, 1_000_000
+_GUESTS_FILE, _LOCK = "guests.json", ".guests.lock"
+_MOST_GUESTS_BYTES = 1 << 24
+
+
+def invite_guest(guests: Guests, hub: HubFile, name: str, days: float | None, nodes: int | None) -> str:
+    """Put a guest on the list of a hub; return its token as one word."""
+    if days is not None and not 0 < days <= _MOST_DAYS:
+        raise ConfigError(f"{days} days are no time; give a number above 0, or leave it out for no end")
+    if nodes is not None and not 1 <= nodes <= _MOST_NODES:
+        raise ConfigError(f"{nodes} is no number of nodes; give one from 1 on, or leave it out for any")
+    number = token_bytes(INVITATION_BYTES)
+    seconds = None if days is None else timedelta(days=days).total_seconds()
+    now = time.time()  # noqa: TID251 - invitations end by the calendar
+    hub.invitation  # noqa: B018 - refuses a hub that has no address yet
+    guests.change(lambda known: known.invite(number.hex(), name, now, seconds, nodes))
+    secret = derive_secret(hub.keys.secret, number)
+    return write_token(msgspec.structs.replace(hub.token, secret=secret, invitation=number))
+
+
+class GuestFile:
+    """See hub.service.guests.Guests. Who changes the list holds a lock: no other program's change is lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self) -> GuestList:
+        """Return the list of the folder; that of a hub which has invited nobody by name, if there is none."""
+        file = self._folder / _GUESTS_FILE
+        try:
+            return parse_json(read_bytes(file, _MOST_GUESTS_BYTES), str(file), _MOST_BYTES).read_as(GuestList)
+        except FileNotFoundError:
+            return GuestList()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; ask its owner") from None
+
+    def change(self, how: Callable[[GuestList], GuestList]) -> GuestList:
+        """Change the list, one program after the other."""
+        with self._locked():
+            before = self.read()
+            after = how(before)
+            if after != before:
+                self._write(after)
+            return after
+
+    def _write(self, content: GuestList) -> None:
+        try:
+            write_whole(
+                self._folder / _GUESTS_FILE,
+                msgspec.json.format(msgspec.json.encode(content)),
+                is_private=True,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the guest list in {self._folder} cannot be written: {error.strerror}"
+            ) from None
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            import fcntl
+        except ImportError:  # Windows: commands there are typed by one person
+            yield
+            return
+        try:
+            descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"the guest list in {self._folder} cannot be locked: {error.strerror}"
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

@@ -53,7 +53,6 @@ from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
-from ravnest.requester.guest_file import GuestFile, invite_guest
 from ravnest.requester.hub_channel import (
     ChannelServer,
     CheckpointRequest,
@@ -72,8 +71,10 @@ from ravnest.requester.readers import leave_if_reader
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import (
     MODEL,
+    GuestFile,
     HubFile,
     check_unfinished,
+    invite_guest,
     new_hub_file,
     open_run,
     set_aside,
@@ -82,7 +83,7 @@ from ravnest.requester.run_folder import (
 from ravnest.requester.run_log import RunLog
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
-    from ravnest.hub.service.web.live_dashboard import LiveDashboard
+    from ravnest.hub.service.web.dashboard import LiveDashboard
 
 _Value = TypeVar("_Value")
 
@@ -517,7 +518,7 @@ class Hub:
         if self._dashboard_place is False:
             return
         from ravnest.hub.service.web.actions import GuestActions, HubActions
-        from ravnest.hub.service.web.live_dashboard import LiveDashboard
+        from ravnest.hub.service.web.dashboard import LiveDashboard
 
         place = "" if self._dashboard_place is True else read_address(self._dashboard_place, is_door=True)
         guests = GuestActions(

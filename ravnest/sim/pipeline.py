@@ -11,10 +11,11 @@ from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.peer.pacing import StagePosition, Timekeeper
+from ravnest.peer.pacing import Timekeeper
 from ravnest.plan.line import LineCost
 from ravnest.plan.types import Cluster, Stage
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.training import LeaseDone, LeaseGrant, Pace, StepReport
 from ravnest.sim.lines import Lines
 from ravnest.sim.timeline import Timeline
@@ -94,7 +95,7 @@ class ClusterPipeline:
         self.build, self._full = build, line.profile.samples_per_batch
         self.is_over = False
         self.watch_complete: Callable[[NodeId], object] = lambda _: None  # a stage's exact update waits
-        self.watch_dry: Callable[[NodeId], object] = lambda _: None  # the root has nothing to begin
+        self.watch_dry: Callable[[], object] = lambda: None  # the root has nothing to begin
         self._is_paused = False
         self._sizes: dict[MicrobatchId, int] = {}
         self._leases: dict[MicrobatchId, _OpenLease] = {}
@@ -112,7 +113,7 @@ class ClusterPipeline:
         schedule = StageSchedule(
             stage.window, build.cluster.accumulate, version=build.version, is_exact=build.is_exact
         )
-        position = StagePosition(build.build_id, build.seed, stage.node, nodes)
+        position = StagePosition(build.build_id, build.seed, stage, nodes)
         policy = build.policies[index] if build.policies else None
         keeper = Timekeeper(position, schedule, lambda: self._timeline.now, policy, timeouts)
         return _SimStage(index, stage.node, schedule, keeper)
@@ -209,7 +210,7 @@ class ClusterPipeline:
 
     def _start(self, stage: _SimStage) -> None:
         if not stage.index and stage.schedule.next_input is None:
-            self.watch_dry(stage.node)
+            self.watch_dry()
         if stage.is_busy or self.is_over or self._is_paused:
             return
         task = stage.schedule.next()

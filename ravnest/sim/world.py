@@ -149,8 +149,7 @@ class World:
         self._outages = OutageMonitor(parts.timeouts)
         self._due: float | None = None
         self._tick_at: float | None = None
-        self._session = 0
-        self._log: list[Event] = []
+        self._session, self._log = 0, list[Event]()
         self._books: LedgerState | None = None
         self.finish: Finish | Abandon | None = None
         self._begin()
@@ -239,8 +238,7 @@ class World:
     def restart_hub(self) -> None:
         """Kill the hub; after a while one comes back that has its log, and all who live find it."""
         assert self._parts.keeps_log, "a hub without a log cannot restart"
-        self._session += 1
-        self._due = None
+        self._session, self._due = self._session + 1, None
         for peer in self.peers.values():
             peer.lose_hub()
         self.timeline.after(self._parts.hub_speeds.away_seconds, self._come_back)
@@ -257,11 +255,10 @@ class World:
     def _return(self, peer: SimPeer) -> None:
         if not peer.is_alive or self.peers[peer.name] is not peer:
             return
-        key = f"key of {peer.name}"
-        if self.hub.find_missing(key, peer.build_id if peer.held else 0) == peer.name:
-            self.feed(PeerReturned(peer.name, (f"tcp://{peer.name}.example:7700",), self.timeline.now))
+        if self.hub.find_missing(f"key of {peer.name}", peer.build_id if peer.held else 0) == peer.name:
             for message in peer.find_hub():
-                self.say(peer, message)
+                self._hear(peer, message)
+            self.feed(PeerReturned(peer.name, (f"tcp://{peer.name}.example:7700",), self.timeline.now))
         else:
             self._end(peer)
             self.join(peer.name)
@@ -421,11 +418,12 @@ class World:
 
     def say(self, peer: SimPeer, message: Message) -> None:
         """Send a message of a peer to the hub; what it says of its work waits for one that is away."""
-        if not peer.has_link:
+        if peer.has_link:
+            self.timeline.after(
+                self.lines.latency(peer.name, HUB), self._in_session(), self._hear, peer, message
+            )
+        else:
             peer.keep_unheard(message)
-            return
-        seconds = self.lines.latency(peer.name, HUB)
-        self.timeline.after(seconds, self._in_session(), self._hear, peer, message)
 
     def _hear(self, peer: SimPeer, message: Message) -> None:
         if self.peers[peer.name] is peer:  # another with its name has another key
@@ -480,9 +478,12 @@ class World:
         if not all(self._is_alive(name) for name in nodes):
             return None
         config, settings = self.job.config, self.job.settings
-        updates = settings.num_batches
-        policies = tuple(make_policy(updates, config.max_lag, each) for each in orders if each is not None)
-        stages = tuple(each.stage for each in orders if each is not None and each.stage is not None)
+        updates, placed = settings.num_batches, [each for each in orders if each is not None]
+        policies = tuple(
+            make_policy(updates // x.num_clusters, config.max_lag, x.position.stage, x.accumulate)
+            for x in placed
+        )
+        stages = tuple(each.position.stage for each in placed)
         build = ClusterBuild(
             Cluster(stages, root.order.accumulate),
             root.build_id,
@@ -492,8 +493,7 @@ class World:
             root.order.is_exact,
         )
         pipeline = ClusterPipeline(self.timeline, self.lines, build, self._facts.line, self._tell)
-        pipeline.watch_complete = self._complete_share
-        pipeline.watch_dry = lambda name: self.peers[name].begin_next()
+        pipeline.watch_complete, pipeline.watch_dry = self._complete_share, root.begin_next
         for name in nodes:
             self.end_pipeline(name)
             self._pipelines[name] = pipeline

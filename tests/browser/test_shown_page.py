@@ -12,7 +12,7 @@ from support.watched_world import WatchedWorld
 from ravnest.hub.coordinator.events import PauseAsked
 from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
-from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
+from ravnest.hub.service.web.dashboard import LogDashboard, LogFollower
 from ravnest.web.web_server import show_link
 
 NUM_UPDATES = 12

@@ -95,6 +95,30 @@ def test_nothing_leads_out_of_the_fences(
     assert set(found.values()) == {"PermissionError"}, found
 
 
+@pytest.mark.needs_root
+def test_it_reads_what_it_may_also_when_the_kernel_has_forgotten_the_files() -> None:
+    """A PC that is short of memory drops entries of /proc, and a fence may hang on them."""
+    read = "[open(path).read(1) for path in ('/proc/meminfo', '/proc/self/status', '/proc/stat')]"
+    code = f"""
+import os
+from ravnest.peer.fences import FenceWishes, close_early
+
+assert all(each.holds for each in close_early(FenceWishes(os.getppid())))
+{read}
+print("fenced", flush=True)
+input()
+{read}
+"""
+    fenced = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert fenced.stdout is not None
+    assert fenced.stdout.readline() == "fenced\n"
+    Path("/proc/sys/vm/drop_caches").write_text("2")  # entries of folders, as a kernel short of memory does
+    fenced.communicate("\n", timeout=60)
+    assert fenced.returncode == 0
+
+
 def test_a_memory_bomb_gets_what_is_lent_and_its_crash_is_told(tmp_path: Path) -> None:
     taken = json.loads(str(run(hostile("bomb", tmp_path), tmp_path)))["taken"]
     assert 0.5 * ROOM_BYTES < taken <= ROOM_BYTES

@@ -16,7 +16,7 @@ from test_hub_command import RAVNEST
 from ravnest.hub.coordinator.notices import Joined
 from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.actions import HubActions
-from ravnest.hub.service.web.live_dashboard import LiveDashboard
+from ravnest.hub.service.web.dashboard import LiveDashboard
 from ravnest.requester.run_folder import open_run
 
 

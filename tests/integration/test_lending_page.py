@@ -12,7 +12,7 @@ from support.small_swarm import END_SECONDS, ENDLESS, JOIN, MEMORY_BYTES, PLAN, 
 
 import ravnest as rv
 from ravnest.hub.coordinator.notices import Notice, Trained
-from ravnest.provider.machine_use import UseReader
+from ravnest.provider.lending_page import UseReader
 
 
 @pytest.fixture(autouse=True)

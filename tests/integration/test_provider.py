@@ -35,7 +35,7 @@ def _folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_every_thread_is_kept_to_the_cores_that_are_lent() -> None:
     check = """
 import os, torch
-from ravnest.peer.limits import limit_cpu
+from ravnest.peer.machine import limit_cpu
 torch.ones(300, 300) @ torch.ones(300, 300)
 known = os.sched_getaffinity(0)
 said = limit_cpu("1")

@@ -25,7 +25,7 @@ from ravnest.model.stage.joint_graph import cut_stage, examples_of
 from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.peer.compile_process import CompileProcess, compile_apart, keep_code, load_part
 from ravnest.peer.compile_program import run_once
-from ravnest.peer.limits import keep_compiled
+from ravnest.peer.machine import keep_compiled
 from ravnest.peer.stage_builder import find_roles
 
 WIDTH, LENGTH, NUM_TOKENS = 16, 8, 40

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest.model.stage.run_again import run_again_in_backward
+from ravnest.model.stage.recompute import run_again_in_backward
 
 CODE = """
 import sys, torch
-from ravnest.model.stage.run_again import run_again_in_backward
+from ravnest.model.stage.recompute import run_again_in_backward
 given = torch.randn(3, requires_grad=True)
 run_again_in_backward(lambda x: (x.exp(),), [given], keeps_random=True)[0].sum().backward()
 assert given.grad is not None

@@ -13,9 +13,8 @@ from ravnest.model.blueprint.place_axes import PlaceAxis, find_axis
 from ravnest.model.blueprint.program import Size, TensorType
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import capture
-from ravnest.model.stage.cached_text import NewPlaces, TextCache
 from ravnest.model.stage.stage_program import build_stage_program
-from ravnest.model.stage.stage_texts import StageTexts, write_for_new_places
+from ravnest.model.stage.stage_texts import NewPlaces, StageTexts, TextCache, write_for_new_places
 from tests.support.text_line import TextLine
 
 pytestmark = [

@@ -16,15 +16,17 @@ from ravnest.model.blueprint.blueprint_json import read_blueprint, write_bluepri
 from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import capture
-from ravnest.model.stage.cached_text import NewPlaces
 from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.stage.stage_texts import NewPlaces
 from ravnest.model.stage.text_model import find_text_model, make_generation_program
 from ravnest.model.state.quantisation import dequantise, quantise
-from ravnest.peer.pacing import Device, StagePosition
+from ravnest.peer.pacing import Device
 from ravnest.peer.stage_generation import StageGeneration, choose_words
+from ravnest.plan.types import Stage
 from ravnest.protocol.generation import GenerationEnd, GenerationFault, GenerationStep, GenerationValues
+from ravnest.protocol.placement import StagePosition
 from ravnest.requester.generation import Sampling
-from ravnest.requester.swarm_generation import find_writer
+from ravnest.requester.live_texts import find_writer
 from ravnest.requester.text_codec import TextCodec
 from tests.support.text_line import TextLine
 
@@ -148,7 +150,7 @@ def test_a_stage_refuses_values_that_fit_no_step_and_names_who_sent_them():
     stage = slice_blueprint(captured.blueprint, 2, captured.blueprint.num_positions)
     assert len(stage.evaluate.inputs) == 1
     rest = stage.evaluate.values[stage.evaluate.inputs[0]].shape[2:]
-    position = StagePosition(1, 0, NodeId("b"), (NodeId("a"), NodeId("b")))
+    position = StagePosition(1, 0, Stage(NodeId("b"), 2, stage.num_positions), (NodeId("a"), NodeId("b")))
     found = StageGeneration(position, stage, None, Device(lambda: 0.0))
     assert found.receive_step(*make_step(1, 0, 0, [3])) is None
     assert (
@@ -189,7 +191,7 @@ class OneStage:
 
 def test_texts_that_find_no_room_for_a_cache_are_written_all_the_same():
     _, captured = make()
-    position = StagePosition(1, 0, NodeId("a"), (NodeId("a"),))
+    position = StagePosition(1, 0, Stage(NodeId("a"), 0, captured.blueprint.num_positions), (NodeId("a"),))
     one_text = 2 * LENGTH * 12 * 4  # keys and values of one row
     stages = {
         most: StageGeneration(position, captured.blueprint, OneStage(captured), Device(lambda: 0.0), most)

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ravnest.model.blueprint.place_axes import find_axis
 from ravnest.model.blueprint.program import Blueprint, ValueId
-from ravnest.model.stage.cached_text import NewPlaces, TextCache
 from ravnest.model.stage.stage_program import build_stage_program
-from ravnest.model.stage.stage_texts import StageTexts
+from ravnest.model.stage.stage_texts import NewPlaces, StageTexts, TextCache
 
 
 class TextLine:

@@ -15,10 +15,11 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.program import Blueprint
 from ravnest.model.capture.capture import Captured, capture
-from ravnest.peer.pacing import Device, StagePosition
+from ravnest.peer.pacing import Device
 from ravnest.peer.worker import Worker
 from ravnest.protocol import messages
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import StagePosition
 from ravnest.protocol.training import Pace, StepReport
 from ravnest.transfer.outbox import Outgoing
 from tests.support.worker_world import ClusterWorld

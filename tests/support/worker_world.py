@@ -22,14 +22,14 @@ from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import Captured
 from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.peer.averager import AnchorState, Averager
-from ravnest.peer.pacing import Device, StagePosition
+from ravnest.peer.pacing import Device
 from ravnest.peer.stage_builder import find_roles
 from ravnest.peer.stage_host import RunningStage, StageAnswer
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Stage
 from ravnest.protocol import messages
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.placement import PlanOrder, StagePosition
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
 from ravnest.transfer.outbox import Outgoing
@@ -72,14 +72,13 @@ class ClusterWorld:
                 program, Snapshot(0, state, {}), find_roles(blueprint), self.settings, not self.recomputes
             )
             formats = (self.wire_format, self.gradients or self.wire_format)
-            position = StagePosition(1, self.seed, node, self.nodes, *formats, recomputes=self.recomputes)
-            schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
-            worker = self.workers[node] = self.make_worker(position, blueprint, stage, schedule)
-            self.blueprints[node] = blueprint
-            planned = Stage(node, bounds[index], bounds[index + 1], self.window)
+            planned = Stage(node, bounds[index], bounds[index + 1], self.window, self.recomputes, *formats)
             order = PlanOrder(1, 1, self.seed, planned, self.nodes, (), ())
+            schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
+            worker = self.workers[node] = self.make_worker(order.position, blueprint, stage, schedule)
+            self.blueprints[node] = blueprint
             training = TrainConfig(self.settings, batch_size=4)
-            facts = (position, order, blueprint, worker, training, lambda: 0.0, AnchorState(None))
+            facts = (order, blueprint, worker, training, lambda: 0.0, AnchorState(None))
             self.stages[node] = RunningStage(worker, Averager(*facts), lambda: 0.0)
         self._random = random.Random(self.seed)
 

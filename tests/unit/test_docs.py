@@ -158,3 +158,13 @@ def test_the_glossary_is_in_order() -> None:
     assert len(words) > 60
     assert words == sorted(words, key=lambda word: word.lower().replace("`", ""))
     assert len(words) == len(set(words))
+
+
+def test_the_tree_of_the_architecture_names_every_module_and_no_other() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    tree = page.split("## The tree")[1].split("```")[1]
+    modules = {file.stem for file in (ROOT / "ravnest").rglob("*.py") if not file.stem.startswith("__")}
+    assert modules - set(re.findall(r"\w+", tree)) == set()
+    columns = re.findall(r"^ +([a-z_]+(?:, [a-z_]+)*)(?=  +)", tree, re.MULTILINE)
+    assert len(columns) > 50
+    assert {name for column in columns for name in column.split(", ")} - modules == set()

@@ -24,7 +24,7 @@ from ravnest.model.blueprint.program import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint.slicing import find_positions
 from ravnest.model.capture.batch_loss import BatchLoss, judge_loss
 from ravnest.model.capture.export import Programs, export_programs
-from ravnest.model.capture.export_rewrites import plain_bags
+from ravnest.model.capture.export_hazards import plain_bags
 from ravnest.model.capture.huggingface import plain_transformers, switched_off
 from ravnest.model.capture.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.capture.sample_length import SHORT, TokenRows, find_rows, is_costly

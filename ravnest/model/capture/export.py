@@ -20,8 +20,7 @@ from sympy import Integer, Symbol  # type: ignore[import-untyped]
 from ravnest.errors import CaptureError
 from ravnest.model.blueprint.program import CONSTANT
 from ravnest.model.capture.capture_errors import refuse_error
-from ravnest.model.capture.export_hazards import replaced, traps
-from ravnest.model.capture.export_rewrites import closed_attention, complex_as_pairs
+from ravnest.model.capture.export_hazards import closed_attention, complex_as_pairs, replaced, traps
 from ravnest.model.capture.huggingface import PLAIN_FUNCTIONS
 from ravnest.model.capture.model_with_loss import LOGITS, ModelWithLoss
 from ravnest.model.capture.same_calls import Dropout, fake_parameters, find_dropout, without_dropout

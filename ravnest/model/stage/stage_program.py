@@ -22,7 +22,6 @@ from ravnest.model.blueprint.program import (
     TensorType,
     ValueId,
 )
-from ravnest.model.blueprint.recompute_blocks import find_blocks
 from ravnest.model.stage.compiled_stage import CompiledBackward, StageCompiler, StageToCompile, TracedStage
 from ravnest.model.stage.frozen_values import FrozenValues
 from ravnest.model.stage.narrow_weights import find_castable
@@ -34,7 +33,7 @@ from ravnest.model.stage.program_graph import (
     move_tensor,
     seed_generator,
 )
-from ravnest.model.stage.run_again import run_again_in_backward
+from ravnest.model.stage.recompute import find_blocks, run_again_in_backward
 from ravnest.model.stage.text_model import make_generation_program
 
 State = Mapping[str, torch.Tensor]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.averaging.pledges import HashTree, digest_content, follow_path
+from ravnest.averaging.direct import HashTree, digest_content, follow_path
 
 
 def leaves(count: int) -> list[bytes]:

@@ -36,8 +36,7 @@ from ravnest.net.memory import run_virtual
 from ravnest.net.transport import TransportLimits
 from ravnest.peer.capabilities import check_gpu_memory, limit_gpu_memory
 from ravnest.peer.compute_frames import Surveyed
-from ravnest.peer.limits import MemoryWatch, read_cores
-from ravnest.peer.machine import Machine
+from ravnest.peer.machine import Machine, MemoryWatch, read_cores
 
 pytestmark = pytest.mark.skipif(PAUSE is None, reason="this system has no such signals")
 DAY = 86_400.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ravnest.peer.limits import keep_compiled, make_own_folder
+from ravnest.peer.machine import keep_compiled, make_own_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes of files are those of POSIX")
 

@@ -1,5 +1,7 @@
 """How a stage keeps time: waiting on an emulated device, idle shares, the policy of a plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from ravnest.ids import NodeId, SegmentId
@@ -50,10 +52,10 @@ def test_idle_share_counts_time_with_nothing_to_run():
 
 def test_the_policy_is_the_plans_and_updates_are_shared_by_clusters():
     stage = Stage(NodeId("a"), 0, 4, 9, False)
-    order = PlanOrder(1, 1, 0, stage, (NodeId("a"), NodeId("b")), (), (), 4)
-    policy = make_policy(1001, 2, order)
+    policy = make_policy(1001, 2, stage, 4)
     assert (policy.planned_updates, policy.max_lag, policy.window_max) == (1001, 2, 9)
     assert (policy.accumulate_min, policy.accumulate_max) == (4, 4)
     ring = Ring(0, 4, (NodeId("a"), NodeId("c"), NodeId("d")))
     order = PlanOrder(1, 1, 0, stage, (NodeId("a"), NodeId("b")), ((SegmentId(0), ring),), (), 4)
-    assert make_policy(1001, 2, order).planned_updates == 333
+    assert order.num_clusters == 3
+    assert replace(order, rings=()).num_clusters == 1

@@ -6,8 +6,8 @@ from support.watched_world import request
 
 from ravnest.config import TIMEOUTS
 from ravnest.provider.lending_documents import LendingFacts
+from ravnest.provider.lending_page import UseReader, parse_gpu
 from ravnest.provider.lending_site import LendingReplica, make_lending_site
-from ravnest.provider.machine_use import UseReader, parse_gpu
 from ravnest.web.gate import Gate
 from ravnest.web.pages import Pages
 

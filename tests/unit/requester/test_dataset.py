@@ -23,8 +23,7 @@ from torch.utils.data import (
 
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.dataset import Samples, loader_batch_size
-from ravnest.requester.sample_spool import SampleSpool
-from ravnest.requester.sample_stream import StreamLimits
+from ravnest.requester.sample_stream import SampleSpool, StreamLimits
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)

@@ -9,7 +9,7 @@ import pytest
 
 from ravnest.errors import ConfigError
 from ravnest.hub.service.guests import GuestList
-from ravnest.requester.guest_file import GuestFile
+from ravnest.requester.run_folder import GuestFile
 
 
 def test_a_folder_without_a_list_has_invited_everybody(tmp_path: Path) -> None:

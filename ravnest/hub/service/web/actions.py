@@ -1,7 +1,8 @@
 """What people can do with a hub from its page: the wishes a page may send, and what the hub offers.
 
 A wish is read strictly and within bounds. Everything a hub offers may be called by any thread, and may take
-as long as a disk does. A RavnestError says why something was not done.
+as long as a disk does. A RavnestError says why something was not done. What an invited guest pastes is drawn
+as a code, for a phone that carries it to another PC.
 """
 
 from collections.abc import Callable
@@ -9,11 +10,38 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import segno
 from msgspec import Meta
 
 from ravnest.hub.service.guests import GuestList
 from ravnest.hub.service.web.documents import GuestDocument
-from ravnest.hub.service.web.qr_code import CodeDocument, draw_code
+
+
+@dataclass(frozen=True, slots=True)
+class CodeDocument:
+    """A square of `size` modules without its quiet border; `path` draws the dark ones, each of side 1."""
+
+    size: int
+    path: str
+
+
+def draw_code(text: str) -> CodeDocument:
+    """Return the code of a text; of an invitation it has about sixty modules."""
+    matrix = segno.make_qr(text, error="m").matrix
+    runs = [
+        f"M{start} {row}h{stop - start}v1h-{stop - start}z"
+        for row, modules in enumerate(matrix)
+        for start, stop in _find_runs(modules)
+    ]
+    return CodeDocument(len(matrix), "".join(runs))
+
+
+def _find_runs(modules: bytearray) -> list[tuple[int, int]]:
+    """Return where dark modules begin and end."""
+    padded = (0, *modules, 0)
+    edges = [place for place in range(len(modules) + 1) if bool(padded[place]) != bool(padded[place + 1])]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
 
 _STOPPED = "stopped from the dashboard"
 _SENT_AWAY = "the requester sent it away"

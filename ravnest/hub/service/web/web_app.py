@@ -22,11 +22,11 @@ from ravnest.hub.service.web.actions import (
     TrainingPauseWish,
     Wish,
     carry_out,
+    draw_code,
     show_guests,
     show_line,
 )
 from ravnest.hub.service.web.documents import BesideDocument
-from ravnest.hub.service.web.qr_code import draw_code
 from ravnest.hub.service.web.run_metrics import write_metrics
 from ravnest.hub.service.web.snapshot import RunReplica
 from ravnest.hub.service.web.what_if import WhatIf, answer_what_if, make_guest

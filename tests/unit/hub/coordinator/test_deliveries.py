@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from support.plan_world import node
 
-from ravnest.hub.coordinator.deliveries import Deliveries
 from ravnest.hub.coordinator.events import PeerJoined
 from ravnest.hub.coordinator.membership import Membership
+from ravnest.hub.coordinator.sources import Deliveries
 from ravnest.plan.types import Ring, Stage
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._C import DispatchKey
 
-from ravnest.model.capture.export_rewrites import closed_attention
+from ravnest.model.capture.export_hazards import closed_attention
 
 pytestmark = pytest.mark.timeout(60)
 

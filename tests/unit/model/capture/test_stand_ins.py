@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ravnest.errors import CaptureError
 from ravnest.model.capture.capture import capture, empty_weights
-from ravnest.model.capture.stand_ins import StandIns
+from ravnest.model.capture.verify import StandIns
 
 Change = Callable[[Tensor], Tensor]
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest.model.capture.capture import capture
-from ravnest.model.stage.index_checks import find_checks
-from ravnest.model.stage.program_graph import Setting
+from ravnest.model.stage.program_graph import Setting, find_checks
 from ravnest.model.stage.stage_program import StageProgram
 
 CHECKED = Setting(checks_indices=True)

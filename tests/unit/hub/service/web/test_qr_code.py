@@ -5,7 +5,7 @@ import re
 import pytest
 import segno
 
-from ravnest.hub.service.web.qr_code import draw_code
+from ravnest.hub.service.web.actions import draw_code
 
 LINE = "ravnest join rvn1_" + "abcdefgh234567" * 13
 

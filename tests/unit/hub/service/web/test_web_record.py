@@ -29,9 +29,8 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.service.event_log import EventLog
-from ravnest.hub.service.web.log_dashboard import LogFollower
-from ravnest.hub.service.web.news import NewsList
-from ravnest.hub.service.web.recorder import RunRecorder
+from ravnest.hub.service.web.dashboard import LogFollower
+from ravnest.hub.service.web.recorder import NewsList, RunRecorder
 from ravnest.hub.service.web.run_metrics import write_metrics
 from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter, make_document
 from ravnest.protocol.training import StepReport

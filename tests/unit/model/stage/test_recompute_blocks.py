@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ravnest.model.blueprint.recompute_blocks import choose_block_cuts, find_blocks
 from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.recompute import choose_block_cuts, find_blocks
 from ravnest.model.stage.stage_program import StageProgram, build_stage_program
 
 NUM_LAYERS, WIDTH, INNER = 8, 16, 128
