@@ -75,7 +75,8 @@ class GroupPlanner:
         here = {node.name for node in asked.nodes}
         used = {stage.node for cluster in plan.clusters for stage in cluster.stages}
         free = (node.name for node in asked.nodes if node.name not in used)
-        changed = {name: next(free) for name in sorted(used - here)}
+        changed = dict(zip(sorted(used - here), free, strict=False))
+        left = {name for name in used if name in here or name in changed}
         clusters = tuple(
             Cluster(
                 tuple(replace(stage, node=changed.get(stage.node, stage.node)) for stage in each.stages),
@@ -84,6 +85,7 @@ class GroupPlanner:
             if any(stage.node in changed for stage in each.stages)
             else each
             for each in plan.clusters
+            if all(stage.node in left for stage in each.stages)
         )
         return assemble_plan(clusters, job.profile, Swarm(asked.nodes), job.config, 0, asked.plan_id)
 

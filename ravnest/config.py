@@ -358,8 +358,11 @@ class NetTimeouts:
 
     tick_seconds: float = 0.4  # a link sends something at least every second tick
     silence_seconds: float = 1.4  # a link is dead after this silence; with one tick, within 2 s
+    most_patience: int = 8  # times as long, where a neighbour was thought dead and came back: it is only busy
+    forgive_seconds: float = 60.0  # a link that holds so long halves its patience again
     ack_seconds: float = 0.01  # a confirmation waits so long for a chunk to travel with
     dial_seconds: float = 2.0  # one address has this long to answer; well within the hub's grace
+    longest_dial_seconds: float = 16.0  # this doubles with each pass: who is dialled by many needs longer
     first_pause_seconds: float = 0.1  # before the second pass over a peer's addresses; then it doubles
     longest_pause_seconds: float = 5.0  # between two passes
     good_link_seconds: float = 1.0  # a link that lived longer was a good one, so pauses start anew

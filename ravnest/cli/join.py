@@ -299,7 +299,7 @@ def _read_compute(text: str) -> bool:
 def _read_page(page: str | None) -> str | None:
     from ravnest.net.identity import read_address
 
-    return "" if page == _THIS_PC else page and read_address(page, is_door=True)
+    return "" if page == _THIS_PC else page and read_address(page, is_own=True)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -323,7 +323,7 @@ def _choose_listening(listen: str | None, public: tuple[str, ...], outbound_only
 
     if outbound_only and (listen or public):
         raise ConfigError("--outbound-only opens no door, so --listen and --public have no meaning with it")
-    place = _EVERYWHERE if listen is None else read_address(listen, is_door=True)
+    place = _EVERYWHERE if listen is None else read_address(listen, is_own=True)
     forwarded = tuple(map(read_address, public))
     return _Listening(_ONLY_HERE if outbound_only else place, forwarded, not outbound_only)
 

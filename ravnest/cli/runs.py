@@ -145,7 +145,7 @@ def dashboard(folder: str | None, beside: tuple[str, ...], at: str, as_json: boo
         return LogFollower(found, lambda: read_hub_file(found).process is not None, timeouts)
 
     follower, others = follow(place), {other: follow(Path(other)) for other in beside}
-    where = read_address(at, is_door=True) if at else ""
+    where = read_address(at, is_own=True) if at else ""
     with LogDashboard(follower, where, timeouts, others) as opened:
         if as_json:
             click.echo(to_json({"schema": API_SCHEMA, "folder": str(place), "link": opened.link}))

@@ -139,6 +139,15 @@ class ForwardChecks:
         """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
         return self.read(self.gather(more))
 
+    def read_with_buffers(self, buffers: Mapping[str, Tensor]) -> str | None:
+        """Return the fault there is; a buffer that is written now and not finite would stay so for good."""
+        floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        fault, norms = self.read_with(measure_norms(list(floating.values())))
+        if fault is not None or (name := find_not_finite(floating, norms)) is None:
+            return fault
+        hint = "; a batch norm needs two values or more per channel" if name.endswith("running_var") else ""
+        return f"buffer {name!r} would not be finite{hint}"
+
     def read(self, gathered: Tensor | None) -> tuple[str | None, list[float]]:
         """Return what `read_with` does, of numbers that were gathered before."""
         numbers = [] if gathered is None else gathered.tolist()

@@ -252,8 +252,8 @@ class StageEngine:
                     {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
                 )
             checks, reason = ForwardChecks.of(outcome.outputs, outcome.results.get("loss")), None
-            if outcome.outputs or not self._defers:
-                reason, _ = checks.read_with()  # a GPU says only here that an operation failed
+            if outcome.outputs or not self._defers:  # a GPU says only here that an operation failed
+                reason = checks.read_with_buffers(buffers)
         except _FAILURES as error:
             return _give_up(microbatch, "forward", error)
         if reason:

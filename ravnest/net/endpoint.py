@@ -104,6 +104,10 @@ class Dial:
         """How often all of them have failed."""
         return self.num_failures // len(self.addresses)
 
+    def patience_seconds(self, timeouts: NetTimeouts) -> float:
+        """How long the next attempt may take: longer with each pass, for many may dial the same."""
+        return min(timeouts.longest_dial_seconds, timeouts.dial_seconds * 2.0 ** min(self.num_passes, 10))
+
     def turn_to(self, address: str) -> None:
         """Dial this one next, if it is one of them."""
         if address in self.addresses:
@@ -270,6 +274,10 @@ class Endpoint(ABC):
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> Connection:
         """Start connecting and return at once; LinkError when the address cannot be used."""
 
+    def _is_behind(self, _connection: Connection | None) -> bool:
+        """Whether something that came over this connection, or beside it, lies unread for a while."""
+        return False
+
     def _may_connect(self, peer: PeerId) -> bool:
         """Whether this key may finish the handshake; with `admit` its greeting is still to be judged."""
         return self._admit is not None or peer in self._allowed
@@ -382,7 +390,7 @@ class Endpoint(ABC):
         return "already connected" if is_twin and connection.is_dialled != (self.peer < peer) else None
 
     def _tick(self, neighbour: Neighbour) -> None:
-        reason = neighbour.link.tick(self._loop.time())
+        reason = neighbour.link.tick(self._loop.time(), lambda: self._is_behind(neighbour.connection))
         if reason is not None and neighbour.connection is not None:
             self._refuse(neighbour.connection, reason)
             return
@@ -469,7 +477,7 @@ class Endpoint(ABC):
             self._fail_attempt(neighbour, dial, str(error))
             return
         dial.attempt = attempt
-        seconds = self._timeouts.dial_seconds
+        seconds = dial.patience_seconds(self._timeouts)
         dial.timer = self._loop.call_later(seconds, self._lost, attempt, f"no answer within {seconds:.0f} s")
         self._try_send(attempt, neighbour.link.hello(dial.greeting))
 

@@ -180,15 +180,15 @@ _ADDRESS = re.compile(
 _EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 - told from other hosts, not bound
 
 
-def read_address(text: str, *, is_door: bool = False) -> str:
-    """Return an address in full; only one to listen at may leave its port open (`*` or 0)."""
+def read_address(text: str, *, is_own: bool = False) -> str:
+    """Return an address in full; only an own one, to listen at, may leave its port open (`*` or 0)."""
     try:
         host, port = split_address(text.strip())
     except LinkError as error:
         raise ConfigError(str(error)) from None
-    if port == 0 and not is_door:
+    if port == 0 and not is_own:
         raise ConfigError(f"{text!r} names no port, so nobody can dial it; one looks like 192.0.2.7:7700")
-    if is_everywhere(host) and not is_door:
+    if is_everywhere(host) and not is_own:
         raise ConfigError(f"{text!r} names no host, so nobody can dial it; one looks like 192.0.2.7:7700")
     return write_address(host, port)
 

@@ -4,7 +4,7 @@ Each connection starts with a hello each way that says what arrived before; send
 either side has forgotten the other (a new session), both start at zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import assert_never
 
@@ -48,6 +48,9 @@ class Link:
         self._is_ping_due = False
         self._owed_bytes = 0  # arrived or taken, and not confirmed
         self.owed_by = inf  # when they must be
+        self._patience = 1  # times the usual silence
+        self._patient_since = 0.0
+        self._was_silent = False  # when it was last thought dead
         self._behind = 0  # microseconds the newest chunk took, by two clocks that are not the same
 
     @property
@@ -66,7 +69,11 @@ class Link:
     def connect(self, hello: Greeting, now: float) -> bool:
         """Go on over a new connection; return whether the neighbour is a new one."""
         is_new = hello.session != self._their_session
+        if self._was_silent and not is_new:  # it was only busy, or this side was
+            self._patience = min(self._timeouts.most_patience, 2 * self._patience)
+        self._was_silent, self._patient_since = False, now
         if is_new:
+            self._patience = 1
             if self._their_session:
                 self.outbox.reset()
             self.inbox = ReceiveStream(self._limits)
@@ -117,13 +124,22 @@ class Link:
         self._is_ping_due = False
         return frames
 
-    def tick(self, now: float) -> str | None:
-        """Call every `tick_seconds`: keeps the neighbour informed; returns why the link is dead, if it is."""
+    def tick(self, now: float, is_behind: Callable[[], bool] = lambda: False) -> str | None:
+        """Call every `tick_seconds`: keeps the neighbour informed; returns why the link is dead, if it is.
+
+        `is_behind` tells whether what came lies unread: then silence may be this side's own.
+        """
         if now - self._ticked_at > 2 * self._timeouts.tick_seconds:
             self._received_at = now  # this side did not listen
         self._ticked_at = now
-        if now - self._received_at > self._timeouts.silence_seconds:
-            return f"nothing heard for {now - self._received_at:.1f} s"
+        if now - self._patient_since > self._timeouts.forgive_seconds:
+            self._patience, self._patient_since = max(1, self._patience // 2), now
+        silent, limit = now - self._received_at, self._timeouts.silence_seconds
+        if silent > limit * self._patience:
+            is_sure = silent > limit * self._timeouts.most_patience
+            if is_sure or not is_behind():
+                self._was_silent = True
+                return f"nothing heard for {silent:.1f} s"
         self._is_ping_due = not self._has_sent
         self._has_sent = False
         return None

@@ -21,16 +21,19 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net.endpoint import Admit, Endpoint
+from ravnest.net.endpoint import Admit, Connection, Endpoint
 from ravnest.net.identity import KeyPair, peer_of, split_address, write_address
 from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)
 
-FRAMES_PER_TURN = 16  # then others on the loop get theirs
+FRAMES_PER_TURN = 16  # with their chunks, then others on the loop get theirs
+_SMALL_PER_TURN = 128  # without: a thousand links send that many heartbeats in a twentieth of a second
 _SHARED_BYTES = 65_536  # a copy of less costs less than to learn when the memory is free again
 _IO_THREADS = 3
+_MOST_SOCKETS = 16_384  # of a context; where nobody says so it has room for 341 links
+_MOST_WAITING = 4_096  # connections that nobody has accepted yet: a hub that starts is dialled by all at once
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ENDS = {
@@ -61,8 +64,19 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def open_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """Return a context with room for the links of a large swarm: one that is dialled has three sockets."""
+    # One thread encrypts about 0.5 GB/s: a stage in the middle has two neighbours, and the hub.
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
+    context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+    return context
+
+
 class ZeroMqTransport(Endpoint):
-    """See transport.Transport. `listen` is an address such as tcp://0.0.0.0:7700, or None to only dial."""
+    """See transport.Transport. `listen` is an address such as tcp://0.0.0.0:7700, or None to only dial.
+
+    Many transports of one process may share a `context`, which they leave open.
+    """
 
     def __init__(
         self,
@@ -71,8 +85,10 @@ class ZeroMqTransport(Endpoint):
         listen: str | None = None,
         limits: TransportLimits | None = None,
         admit: Admit | None = None,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         super().__init__(keys, random, limits, admit)
+        self._shared_context = context
         self._listen = listen
         self._accepted: dict[bytes, _Accepted] = {}
         self._open_ones: set[_Watched] = set()
@@ -85,8 +101,7 @@ class ZeroMqTransport(Endpoint):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        # One thread encrypts about 0.5 GB/s: a stage in the middle has two neighbours, and the hub.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
+        self._context = self._shared_context or open_context()
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self._connecting: set[asyncio.Task[None]] = set()
         try:
@@ -109,8 +124,9 @@ class ZeroMqTransport(Endpoint):
         finally:
             for socket in tuple(self._open_ones):
                 socket.close()
-            # Ends when the goodbyes have left, at the latest after `flush_seconds`.
-            await asyncio.to_thread(self._context.term)
+            if self._shared_context is None:
+                # Ends when the goodbyes have left, at the latest after `flush_seconds`.
+                await asyncio.to_thread(self._context.term)
 
     def _start_listening(self, address: str) -> None:
         authenticator = self._watch(self._context.socket(zmq.ROUTER))
@@ -120,6 +136,7 @@ class ZeroMqTransport(Endpoint):
         router.curve_server = True
         router.zap_domain = b"ravnest"
         router.router_mandatory = True
+        router.backlog = _MOST_WAITING
         try:
             router.bind(write_address(*split_address(address)))
         except LinkError as error:
@@ -155,9 +172,17 @@ class ZeroMqTransport(Endpoint):
 
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> "_Dialled":
         host, port = split_address(address)
-        socket = self._make_socket(zmq.DEALER)
-        socket.curve_serverkey = key
-        connection = _Dialled(peer, self._watch(socket), self._watch(socket.get_monitor_socket(_WATCHED)))
+        try:
+            socket = self._make_socket(zmq.DEALER)
+            try:
+                socket.curve_serverkey = key
+                monitor = socket.get_monitor_socket(_WATCHED)
+            except zmq.ZMQError:
+                socket.close()
+                raise
+        except zmq.ZMQError as error:  # too many files or sockets are open: others may close some
+            raise LinkError(f"no socket can be opened for it: {error.strerror}") from None
+        connection = _Dialled(peer, self._watch(socket), self._watch(monitor))
         task = connection.task = self._tasks.create_task(self._connect(connection, host, port))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -183,6 +208,10 @@ class ZeroMqTransport(Endpoint):
             connection.connect(write_address(place, port), accept, end)
         except zmq.ZMQError as error:
             self._lost(connection, f"{place} cannot be dialled: {error.strerror}")
+
+    def _is_behind(self, connection: Connection | None) -> bool:
+        watched = connection.watched if isinstance(connection, _Dialled | _Accepted) else None
+        return watched is not None and watched.is_behind(self._timeouts.tick_seconds)
 
     def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
@@ -242,6 +271,14 @@ class _Watched:
         self._others = others  # that are open
         self._accept: OnFrames | None = None
         self._is_due = False
+        self._empty_at = loop.time()  # when all that came was read
+
+    def is_behind(self, seconds: float) -> bool:
+        """Return whether something has lain here unread for so long."""
+        if self.socket.closed or self._loop.time() - self._empty_at < seconds:
+            return False
+        self._plan()  # the question may swallow what the descriptor would tell
+        return bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
 
     def start(self, accept: OnFrames) -> None:
         """Accept what has come, and all that comes."""
@@ -279,15 +316,20 @@ class _Watched:
 
     def _look(self) -> None:
         self._is_due = False
-        for _ in range(FRAMES_PER_TURN):
+        num_large = 0
+        for _ in range(_SMALL_PER_TURN):
+            if num_large == FRAMES_PER_TURN:
+                break
             if self.socket.closed or self._accept is None:
                 return
             if not int(self.socket.getsockopt(_EVENTS)) & _READABLE:  # else an exception, at twice the cost
+                self._empty_at = self._loop.time()
                 return
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            num_large += len(frames[-1]) >= _SHARED_BYTES
             self._accept(frames)
         self._plan()
 
@@ -300,7 +342,7 @@ class _Dialled:
     def __init__(self, peer: PeerId, dealer: _Watched, monitor: _Watched) -> None:
         self.peer = peer
         self.task: asyncio.Task[None] | None = None
-        self._dealer = dealer
+        self._dealer = self.watched = dealer
         self._monitor = monitor
         self._early: list[Frames] | None = []
 
@@ -336,7 +378,7 @@ class _Accepted:
     def __init__(self, peer: PeerId, envelope: bytes, owner: ZeroMqTransport) -> None:
         self.peer = peer
         self._envelope = envelope
-        self._owner = owner
+        self._owner, self.watched = owner, owner._router
 
     def send(self, frames: Frames) -> None:
         self._owner._router.send([self._envelope, *frames])

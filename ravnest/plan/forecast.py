@@ -83,28 +83,44 @@ class Forecast:
     hub: HubForecast | None = None  # if its upload is known
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """How fast a plan is: what decisions need of a forecast, at a fraction of its cost in large swarms."""
+
+    cluster_rates: tuple[float, ...]  # samples per second, by cluster
+    samples_per_second: float
+    round_seconds: float
+
+
+class _Facts(NamedTuple):
+    """What both know of a plan."""
+
+    line: LineCost
+    nodes: NodeTable
+    rows: Rows
+    times: Timing
+    periods: Floats
+    rates: Floats
+    hub: HubForecast | None
+    round_seconds: float
+
+
+def outline(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Outline:
+    """Return how fast a plan is with these nodes."""
+    if not plan.clusters:
+        return Outline((), 0.0, 0.0)
+    facts = _find_facts(plan, profile, swarm, config)
+    return Outline(tuple(facts.rates.tolist()), float(facts.rates.sum()), facts.round_seconds)
+
+
 def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast:
-    """Return what the plan will do with these nodes."""
+    """Return what the plan will do with these nodes, stage by stage."""
     if not plan.clusters:
         return Forecast((), 0.0, 0.0, 0, 0.0, None)
-    line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
-    nodes = NodeTable.of(swarm, config)
-    index = {node.name: k for k, node in enumerate(swarm.nodes)}
-    rows = cluster_rows(plan.clusters, index)
-    times = timing(line, nodes, rows)
-    periods, rates = hold_back(line, times.seconds)
-    lasting = hold_back(line, times.seconds / (1.0 + times.deaths))[1]
-    lost_share = 1.0 - float(rates.sum() / lasting.sum())
-    traffic = _round_traffic(plan, line, swarm, index)
-    hub = _hub_forecast(line, times, rates, traffic)
-    if hub is not None and hub.busy_share > 1.0:
-        periods, rates = periods * hub.busy_share, rates / hub.busy_share
+    line, nodes, rows, times, periods, rates, hub, round_seconds = _find_facts(plan, profile, swarm, config)
+    held, lasting = (hold_back(line, x)[1] for x in (times.seconds, times.seconds / (1.0 + times.deaths)))
     usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
     samples = profile.samples_per_batch
-    round_seconds = 0.0
-    if len(plan.clusters) > 1:
-        moving = _round_seconds(line, nodes, rows, times, periods, traffic)
-        round_seconds = moving + _lap_latency(plan, swarm, nodes)
     clusters = tuple(
         _cluster_forecast(cluster, k, times, usage, memory[k], (float(periods[k]), float(rates[k]), samples))
         for k, cluster in enumerate(plan.clusters)
@@ -114,10 +130,28 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
         samples_per_second=float(rates.sum()),
         round_seconds=round_seconds,
         staleness=max(cluster.lag for cluster in clusters),
-        lost_share=lost_share,
+        lost_share=1.0 - float(held.sum() / lasting.sum()),
         bottleneck=_bottleneck(plan, line, usage, times),
         hub=hub,
     )
+
+
+def _find_facts(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> _Facts:
+    line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
+    nodes = NodeTable.of(swarm, config)
+    index = {node.name: k for k, node in enumerate(swarm.nodes)}
+    rows = cluster_rows(plan.clusters, index)
+    times = timing(line, nodes, rows)
+    periods, rates = hold_back(line, times.seconds)
+    traffic = _round_traffic(plan, line, swarm, index)
+    hub = _hub_forecast(line, times, rates, traffic)
+    if hub is not None and hub.busy_share > 1.0:
+        periods, rates = periods * hub.busy_share, rates / hub.busy_share
+    round_seconds = 0.0
+    if len(plan.clusters) > 1:
+        moving = _round_seconds(line, nodes, rows, times, periods, traffic)
+        round_seconds = moving + _lap_latency(plan, index, nodes)
+    return _Facts(line, nodes, rows, times, periods, rates, hub, round_seconds)
 
 
 def _hub_forecast(
@@ -157,16 +191,22 @@ def shared_rate(line: LineCost, seconds: Floats, hub_bytes: Floats) -> float:
 def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Rows:
     """Return clusters as arrays; `index` gives each node its place in the node table."""
     lengths = np.array([len(cluster.stages) for cluster in clusters], np.int64)
-    shape = (len(clusters), int(lengths.max(initial=1)))
-    nodes, cuts = np.zeros(shape, np.int64), np.zeros((shape[0], shape[1] + 1), np.int64)
+    width = int(lengths.max(initial=1))
+    shape = (len(clusters), width)
+    nodes, cuts = np.zeros(shape, np.int64), np.zeros((shape[0], width + 1), np.int64)
     window, recompute = np.ones(shape, np.int64), np.zeros(shape, bool)
     forward, backward, predicts = np.ones(shape), np.ones(shape), np.zeros(shape, bool)
-    for row, cluster in enumerate(clusters):
-        for depth, stage in enumerate(reversed(cluster.stages)):
-            nodes[row, depth], cuts[row, depth] = index[stage.node], stage.stop
-            window[row, depth], recompute[row, depth] = stage.window, stage.recompute
-            forward[row, depth], backward[row, depth] = stage.activations.ratio, stage.gradients.ratio
-            predicts[row, depth] = stage.predicts
+    stages = [stage for cluster in clusters for stage in reversed(cluster.stages)]
+    # All at once: to set one item of an array costs more than to compute it.
+    places = np.arange(width) < lengths[:, None]
+    nodes[places] = [index[stage.node] for stage in stages]
+    cuts[:, :-1][places] = [stage.stop for stage in stages]
+    window[places] = [stage.window for stage in stages]
+    recompute[places] = [stage.recompute for stage in stages]
+    ratios = {each: each.ratio for each in {x for s in stages for x in (s.activations, s.gradients)}}
+    forward[places] = [ratios[stage.activations] for stage in stages]
+    backward[places] = [ratios[stage.gradients] for stage in stages]
+    predicts[places] = [stage.predicts for stage in stages]
     accumulate = np.array([cluster.accumulate for cluster in clusters], np.int64)
     return Rows(nodes, lengths, cuts, window, recompute, accumulate, forward, backward, predicts)
 
@@ -273,9 +313,8 @@ def _round_traffic(plan: Plan, line: LineCost, swarm: Swarm, index: dict[NodeId,
     return _RoundTraffic(volume, longest, total)
 
 
-def _lap_latency(plan: Plan, swarm: Swarm, nodes: NodeTable) -> float:
+def _lap_latency(plan: Plan, index: dict[NodeId, int], nodes: NodeTable) -> float:
     """Return the latency a part collects on its way around the slowest ring, summing and then sharing."""
-    index = {node.name: k for k, node in enumerate(swarm.nodes)}
     longest = 0.0
     for ring in plan.rings:
         owners = np.array([index[owner] for owner in ring.owners], np.int64)

@@ -24,6 +24,7 @@ from ravnest.hub.coordinator.notices import (
     Left,
     Notice,
     PlanFormed,
+    Repaired,
     Resumed,
     SampledText,
     Trained,
@@ -82,6 +83,26 @@ class Callbacks:
             except Exception as error:
                 self._callbacks.remove((callback, kinds))
                 logger.warning("the callback %s failed and is left out from now on: %r", name, error)
+
+
+class LagNote:
+    """Says once what a pipeline may cost an optimizer that is not one of ours."""
+
+    def __init__(self, optimizer: object) -> None:
+        self._is_told = isinstance(optimizer, str)  # the recipes bear late gradients
+
+    def __call__(self, news: Notice) -> None:
+        """Look at a plan."""
+        if self._is_told or not isinstance(news, PlanFormed | Repaired):
+            return
+        if all(len(each.stages) == 1 for each in news.plan.clusters):
+            return
+        self._is_told = True
+        logger.warning(
+            "note: gradients of early stages come some updates late. The default recipe bears that; with an "
+            "optimizer of your own the loss may end higher. max_lag=1 makes them less late, and max_stages=1 "
+            "keeps a model that fits one PC on one PC (--set, or in PlanConfig)"
+        )
 
 
 class Narrator:

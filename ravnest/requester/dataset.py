@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -152,6 +153,7 @@ class Samples:
         self._num_readers = num_readers
         self._readers: Readers | None = None
         self._has_readers = self._find_num_readers() > 0
+        self.unreadable: dict[int, str] = {}  # samples that others were read for, and why
 
     def _find_num_readers(self) -> int:
         """Return how many processes read: of tensors and iterables none."""
@@ -225,24 +227,66 @@ class Samples:
             fields = _Reading(self._source, self._is_padded)(indices)
         return self._check(indices, fields)
 
-    def batches(self, groups: Iterable[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
-        """Yield the samples of each group of numbers, in order; readers are some groups ahead."""
+    def batches(
+        self, groups: Iterable[Sequence[int]], *, replaces: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the samples of each group of numbers, in order; readers are some groups ahead.
+
+        With `replaces`, others of its group take the place of a sample that cannot be read.
+        """
         readers = self._open_readers()
         if readers is None:
-            yield from map(self.batch, groups)
+            for group in groups:
+                yield self._take(group, partial(self.batch, group), replaces)
             return
         rest = iter(groups)
         waiting = deque((group, readers.submit(group)) for group in islice(rest, readers.num_ahead))
         try:
             while waiting:
                 group, found = waiting[0]
-                fields = self._check(group, found.result())
+                fields = self._take(group, partial(self._receive, group, found), replaces)
                 waiting.popleft()
                 waiting.extend((group, readers.submit(group)) for group in islice(rest, 1))
                 yield fields
         finally:
             for _, found in waiting:
                 found.cancel()
+
+    def _receive(self, numbers: Sequence[int], found: "Future[dict[str, Tensor]]") -> dict[str, Tensor]:
+        return self._check(numbers, found.result())
+
+    def _take(
+        self, numbers: Sequence[int], read: Callable[[], dict[str, Tensor]], replaces: bool
+    ) -> dict[str, Tensor]:
+        try:
+            return read()
+        except Exception as error:  # whatever the code of a dataset raises
+            if not replaces or self.is_iterable:
+                raise
+            return self._read_others(numbers, error)
+
+    def _read_others(self, numbers: Sequence[int], error: Exception) -> dict[str, Tensor]:
+        """Read those of the samples that can be read in the places of the others, if most of them can."""
+        with self._lock:
+            faults = {number: self._find_fault(number) for number in dict.fromkeys(numbers)}
+            good = [number for number in numbers if not faults[number]]
+            if len(good) == len(numbers) or 2 * len(good) < len(numbers):
+                raise error
+            for number, fault in faults.items():
+                if fault and number not in self.unreadable:
+                    self.unreadable[number] = fault
+                    told = "sample %d of the %s cannot be read (%s); others of its batch take its place"
+                    logger.warning(told, number, self._what, fault)
+            places = enumerate(numbers)
+            return self.batch([good[k % len(good)] if faults[number] else number for k, number in places])
+
+    def _find_fault(self, number: int) -> str:
+        try:
+            self.batch([number])
+        except Exception as error:  # whatever the code of a dataset raises
+            told = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            return told if isinstance(error, ConfigError) else f"{type(error).__name__}: {told:.200}"
+        return ""
 
     def close_readers(self) -> None:
         """End the processes that read, if there are any; they begin again when they are needed."""

@@ -31,6 +31,7 @@ from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_
 from ravnest.requester.padding import PaddingWish
 from ravnest.requester.sample_stream import StreamLimits
 from ravnest.requester.text_codec import check_tokenizer
+from ravnest.requester.users_code import users_code
 from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -132,11 +133,12 @@ class Job:
 
     def capture(self, tell: Callable[[str], object] = lambda _: None) -> Captured:
         """Turn the model into a blueprint, with the first batch as the example; `tell` hears each step."""
-        batch = self.first_batch()
-        self.samples.check_some()
-        if self.val_samples is not None:
-            self.val_samples.check_like(self.samples)
-            self.val_samples.check_some()
+        with users_code("the data"):
+            batch = self.first_batch()
+            self.samples.check_some()
+            if self.val_samples is not None:
+                self.val_samples.check_like(self.samples)
+                self.val_samples.check_some()
         is_padded = True if self.is_padded is None and self.samples.padding else self.is_padded
         wishes = CaptureWishes(self.name, self.inputs, is_padded, tell=tell)
         captured = capture_as(self.model, batch, self.loss, self.metrics or {}, wishes)
@@ -376,4 +378,4 @@ def _notes(batch: SampleBatch, batch_size: int) -> tuple[str, ...]:
     if num_samples >= batch_size:
         return ()
     count = "1 sample" if num_samples == 1 else f"{num_samples} samples"
-    return (f"the train data has {count}, fewer than batch_size {batch_size}; a batch is all of it",)
+    return (f"the train data has {count}, fewer than batch_size {batch_size}; to train, set a smaller one",)

@@ -180,8 +180,16 @@ def _run_scheduler(scheduler: TorchScheduler, num_steps: int) -> list[float]:
                 problem = f"the schedule gives groups different factors at step {step}"
                 raise ConfigError(f"{problem}; give all groups the same one")
             found.append(factors[0])
-            running.step()
+            _make_step(running, step, num_steps)
     return found
+
+
+def _make_step(scheduler: TorchScheduler, step: int, num_steps: int) -> None:
+    try:
+        scheduler.step()
+    except Exception as error:  # a OneCycleLR raises after its last step, one of the requester's anything
+        problem = f"{type(scheduler).__name__} fails at step {step + 1} of {num_steps}"
+        raise ConfigError(f"{problem} ({error}); make it for the {num_steps} steps of the job") from None
 
 
 def _with_optimizer(scheduler: Any, optimizer: Any) -> Any:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import ConfigError, RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState, find_position, lengthen
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Trained
+from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint.blueprint_json import write_blueprint
 from ravnest.model.blueprint.program import Program
@@ -180,9 +182,13 @@ class JobOwner:
             self.history = [dict(report) for report in self._saved_history]
             return self._finish(None)
 
-    def find_result(self, is_best: bool) -> Result:
-        """Return the result that is kept; without one, the best checkpoint is it, or the last one."""
-        return self.result or (self.keep_best() if is_best else self.keep_saved())
+    def find_result(self, is_best: bool, dropped: Sequence[DroppedSamples] = ()) -> Result:
+        """Return the result that is kept; without one, the best checkpoint is it, or the last one.
+
+        It tells what was `dropped`, and what could not be read.
+        """
+        found = self.result or (self.keep_best() if is_best else self.keep_saved())
+        return replace(found, dropped=(*dropped, *self.unreadable))
 
     def keep_best(self) -> Result:
         """Make the checkpoint with the lowest validation loss the result; without one, the last one."""
@@ -341,12 +347,22 @@ class JobOwner:
         found = self._inspector.inspect(next(self._read(is_evaluation, [samples])))
         return tuple((samples[row], reason) for row, reason in found.items())
 
+    @property
+    def unreadable(self) -> tuple[DroppedSamples, ...]:
+        """The samples that others were read for, and why."""
+        kinds = ((False, self.job.samples), (True, self.job.val_samples))
+        return tuple(
+            DroppedSamples((number,), reason, is_evaluation)
+            for is_evaluation, samples in kinds
+            for number, reason in ({} if samples is None else samples.unreadable).items()
+        )
+
     def _read(
         self, is_evaluation: bool, microbatches: Sequence[Sequence[int]]
     ) -> Iterator[dict[str, Tensor]]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
-        batches = data.batches(microbatches)
+        batches = data.batches(microbatches, replaces=True)
         for _ in microbatches:
             with users_code("the data"):
                 batch = next(batches)

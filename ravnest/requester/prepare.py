@@ -189,7 +189,8 @@ def _check_start(start: Checkpoint, now: Fingerprint, num_total: int) -> None:
 
 
 def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_batches: int) -> JobSettings:
-    has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    # What counts is no statistic of a batch.
+    has_statistics = any(x.is_written and "float" in x.dtype for x in captured.blueprint.state)
     is_whole = not captured.batch_loss.is_cuttable
     is_adam = all(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)  # not Muon beside it
     rate = optimizer.learning_rate
@@ -211,6 +212,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
+        keeps_last=job.checkpoint_seconds is not None,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
     )
 

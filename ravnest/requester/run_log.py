@@ -89,7 +89,7 @@ class RunLog:
             listener.stop()
             file.close()
 
-    def hear(self, notice: Notice) -> None:
+    def observe_notice(self, notice: Notice) -> None:
         """Write a notice down, whatever the levels are; progress only now and then, the page's link never."""
         if not self._is_open or isinstance(notice, DashboardOpened):
             return  # whoever has its link can stop the run

@@ -33,8 +33,8 @@ def _tell(error: BaseException, file: str) -> ConfigError:
         if not frame.filename.startswith(_NOT_THE_USERS) and "site-packages" not in frame.filename
     ]
     place = f"{_shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else file
-    if isinstance(error, ConfigError):
-        return ConfigError(f"{place}: {error}")
+    if isinstance(error, ConfigError):  # without their lines it is of ours, and says what it is about
+        return ConfigError(f"{place}: {error}") if frames else error
     shown = "".join(f"\n  {_shorten(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
     if isinstance(error, SystemExit):
         fix = 'keep what runs a program under `if __name__ == "__main__":`'

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.engine.staleness import StalenessPolicy
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -47,7 +48,7 @@ from ravnest.plan.types import Cluster, Node, Swarm
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import BlobRef
+from ravnest.protocol.placement import BlobRef, PlanOrder
 from ravnest.protocol.training import LeaseGrant, StepReport
 from ravnest.sim.churn import Change, ChangeKind
 from ravnest.sim.laws import Laws
@@ -478,11 +479,8 @@ class World:
         if not all(self._is_alive(name) for name in nodes):
             return None
         config, settings = self.job.config, self.job.settings
-        updates, placed = settings.num_batches, [each for each in orders if each is not None]
-        policies = tuple(
-            make_policy(updates // x.num_clusters, config.max_lag, x.position.stage, x.accumulate)
-            for x in placed
-        )
+        placed = [each for each in orders if each is not None]
+        policies = tuple(_make_policy(each, settings.num_batches, config.max_lag) for each in placed)
         stages = tuple(each.position.stage for each in placed)
         build = ClusterBuild(
             Cluster(stages, root.order.accumulate),
@@ -530,6 +528,11 @@ class World:
         pipeline.resume()
         if is_committed and pipeline.is_complete(peer.name):
             pipeline.make_update(peer.name)
+
+
+def _make_policy(order: PlanOrder, num_updates: int, max_lag: int) -> StalenessPolicy:
+    stage = order.position.stage
+    return make_policy(num_updates // order.num_clusters, max_lag, stage, order.accumulate)
 
 
 def _ignore(_: object) -> None:

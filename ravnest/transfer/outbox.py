@@ -1,11 +1,13 @@
 """Messages on their way out of a program: one queue for each receiver, so that a slow one delays no other.
 
+So many leave in one turn of the event loop, however many receivers there are: heartbeats are in time.
 Messages for a paused receiver wait until it is back. A receiver that comes back as another program knows
 nothing of what they are about, so they are dropped. So are messages for a receiver that is not known.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,25 @@ from ravnest.errors import LinkError, ProtocolError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
-from ravnest.protocol.averaging import AnchorPart, DirectPart, RingPart, TiedGradient, TiedStep
+from ravnest.protocol.averaging import (
+    AnchorPart,
+    DirectPart,
+    RingPart,
+    RoundCall,
+    RoundOpen,
+    TiedGradient,
+    TiedStep,
+)
 from ravnest.protocol.generation import GenerationStep, GenerationValues
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import BlobPart
+from ravnest.protocol.placement import BlobPart, PlanOrder, RingOrder
 from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
 
 logger = logging.getLogger(__name__)
 
 _MOST_REPORTS = 3 * RESERVE.most_microbatches  # that wait for one receiver: no cluster trains more alone
+_TURN_COST = 32  # of the messages that leave in one turn of the event loop
+_ORDER_COST = 8  # of a message that may name all clusters; of others it is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,38 @@ class Outgoing:
                 return Service.BLOB
             case _:
                 return Service.CONTROL
+
+
+class _Turns:
+    """Lets so much begin in each turn of the event loop, first come, first served."""
+
+    def __init__(self) -> None:
+        self._left = _TURN_COST
+        self._is_due = False
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, cost: int) -> None:
+        """Return as soon as there is a turn for it."""
+        loop = asyncio.get_running_loop()
+        if not self._is_due:
+            self._is_due = True
+            loop.call_soon(self._renew)
+        if self._left > 0 and not self._waiting:
+            self._left -= cost
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append((cost, turn))
+        await turn
+
+    def _renew(self) -> None:
+        self._left, self._is_due = _TURN_COST, bool(self._waiting)
+        if self._is_due:
+            asyncio.get_running_loop().call_soon(self._renew)
+        while self._waiting and self._left > 0:
+            cost, turn = self._waiting.popleft()
+            if not turn.done():  # else who waited was cancelled
+                self._left -= cost
+                turn.set_result(None)
 
 
 class _Receiver:
@@ -77,6 +121,7 @@ class Outbox:
         self._find_peer = find_peer
         self._fail = fail
         self._receivers: dict[NodeId, _Receiver] = {}
+        self._turns = _Turns()
 
     @property
     def receivers(self) -> Collection[NodeId]:
@@ -127,6 +172,8 @@ class Outbox:
     async def _is_done(self, receiver: _Receiver, session: int, outgoing: Outgoing) -> bool:
         """Send a message or drop it; return whether that is done, or is to be tried again."""
         await receiver.is_there.wait()
+        is_order = isinstance(outgoing.message, PlanOrder | RingOrder | RoundOpen | RoundCall)
+        await self._turns.take(_ORDER_COST if is_order else 1)
         peer = self._find_peer(outgoing.to)
         if session != receiver.session or peer is None:
             return True

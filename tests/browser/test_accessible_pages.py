@@ -31,9 +31,9 @@ def look(page, scheme, width):
 @pytest.fixture(scope="module")
 def world():
     found = trained_world("abcde")
-    found.recorder.hear(Missing("a", "its cable was cut", 3.0))
-    found.recorder.hear(Left("someone", "its provider takes it back"))
-    found.recorder.hear(SampledText(1, "Once ", "upon a time"))
+    found.recorder.observe_notice(Missing("a", "its cable was cut", 3.0))
+    found.recorder.observe_notice(Left("someone", "its provider takes it back"))
+    found.recorder.observe_notice(SampledText(1, "Once ", "upon a time"))
     return found
 
 

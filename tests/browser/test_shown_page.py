@@ -20,9 +20,9 @@ NUM_UPDATES = 12
 
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
     world = trained_world([*HOSTILE, "good"])
-    world.recorder.hear(Missing(HOSTILE[0], HOSTILE[1], 3.0))
+    world.recorder.observe_notice(Missing(HOSTILE[0], HOSTILE[1], 3.0))
     for _ in range(3):
-        world.recorder.hear(Left("someone", HOSTILE[3]))
+        world.recorder.observe_notice(Left("someone", HOSTILE[3]))
     with serving(world) as served:
         page = watched.open(show_link(served.gate))
         expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
@@ -145,7 +145,7 @@ def test_a_checkpoint_and_a_pause_are_asked_for_once_and_their_outcome_is_shown(
         dialog.get_by_role("button", name="Write it").click()
         expect(dialog.locator(".outcome")).to_contain_text("was told to write a checkpoint")
         assert served.asked == ["checkpoint"]
-        world.recorder.hear(Checkpointed(640, 0.5))
+        world.recorder.observe_notice(Checkpointed(640, 0.5))
         served.show()
         expect(dialog.locator(".outcome")).to_contain_text("640")
         dialog.get_by_role("button", name="Close").click()
@@ -177,7 +177,7 @@ def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bri
 
 def test_what_the_model_writes_is_shown_as_text(watched):
     world = trained_world("abcde")
-    world.recorder.hear(SampledText(1, "Once ", f"upon a time {HOSTILE[0]}"))
+    world.recorder.observe_notice(SampledText(1, "Once ", f"upon a time {HOSTILE[0]}"))
     with serving(world) as served:
         page = watched.open(f"{show_link(served.gate)}#/training")
         expect(page.locator(".texts p")).to_have_text(f"Once upon a time {HOSTILE[0]}")

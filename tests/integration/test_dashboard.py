@@ -42,7 +42,7 @@ def test_a_hub_is_shown_while_it_trains_after_it_has_ended_and_when_it_trains_ag
 
     async def train(opened):
         opened.begin()
-        opened.hear(Joined("a"))
+        opened.observe_notice(Joined("a"))
         for event, orders in world.happened:
             opened.observe(world.tracker, event, orders)
         seen = await asyncio.to_thread(read_run, opened.link)

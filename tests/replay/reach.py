@@ -16,7 +16,8 @@ from replay.replaying import FOLDER, Replay, make_codec, read_histories
 MODULES = """
     coordinator.coordinator coordinator.leases coordinator.ledger coordinator.lifecycle coordinator.membership
     coordinator.placement coordinator.planner coordinator.progress coordinator.recovery
-    coordinator.rounds coordinator.snapshots
+    coordinator.rounds coordinator.snapshots coordinator.sources coordinator.checkpoints
+    coordinator.robust_rounds coordinator.spot_checks coordinator.evaluations
     monitors.liveness monitors.loss_guard monitors.monitors
 """.split()  # noqa: SIM905
 

@@ -210,6 +210,15 @@ def with_detached_buffer() -> nn.Module:
     return model
 
 
+def compiled(is_part: bool) -> nn.Module:
+    model = Head()
+    with warnings.catch_warnings(action="ignore"):  # torch uses what it calls deprecated
+        if not is_part:
+            return torch.compile(model)
+        model.first.compile()
+    return model
+
+
 def count(module: nn.Module, x: Tensor) -> Tensor:
     module.count += 1
     return x * 100 if module.count > 10 else x
@@ -284,6 +293,12 @@ SILENT = {
         "random numbers outside torch",
     ),
     "two parameters in one memory": (with_other_weight, r"'extra\.weight'.* in one memory.*clone"),
+    "a compiled model": (lambda: compiled(is_part=False), "compiled by torch.compile; give the module"),
+    "a part compiled in place": (
+        lambda: compiled(is_part=True),
+        "compiled by torch.compile; give the module",
+    ),
+    "weights in float16": (lambda: Head().half(), r"'first\.weight' is float16, .* model\.float\(\)"),
     "a buffer in a parameter's memory": (with_detached_buffer, "'copy'.* in one memory"),
 }
 

@@ -497,6 +497,24 @@ def test_a_forward_that_is_not_finite_is_dropped(bad):
     assert stage.snapshot().state["count"].item() == 1
 
 
+def test_a_batch_norm_of_a_single_sample_is_dropped_before_its_variance_is_no_number():
+    """Else the weights could not be kept in the end, and all would be trained again for ever."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    batch = (torch.randn(6, 3), torch.randn(6, 1))
+    captured = capture(model, batch, nn.functional.mse_loss, self_test=False)
+    names = [entry.name for entry in captured.blueprint.state if entry.is_trainable]
+    stage = make_stage(captured, 0, captured.blueprint.num_positions, plain_sgd(names))
+    before = stage.snapshot()
+    whole = fields_of(batch)
+    dropped = stage.forward(0, {}, {name: field[:1] for name, field in whole.items()})
+    assert isinstance(dropped, DroppedWork)
+    assert dropped.reason == (
+        "buffer '1.running_var' would not be finite; a batch norm needs two values or more per channel"
+    )
+    assert same(stage.snapshot().state, before.state)
+    assert isinstance(stage.forward(0, {}, whole), PassedOn)
+
+
 def test_a_mask_may_be_minus_infinity():
     assert isinstance(toy_stage().forward(0, {1: torch.tensor([1.0, -math.inf])}, {}), PassedOn)
 

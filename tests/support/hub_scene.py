@@ -27,7 +27,7 @@ class HubScene:
         for name in names:
             self.membership.join(PeerJoined(node(name), f"key of {name}", (), 0.0))
         change = self.adopt(*clusters, backups=backups)
-        self.placement.announce(change, {})
+        list(self.placement.announce(change, {}))
         self.build_all(change)
 
     def build_all(self, change):

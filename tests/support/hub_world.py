@@ -835,26 +835,35 @@ QUICK_PLANNER = SearchPlanner(form=_form_quickly)
 
 def check_replay(world):
     """The log alone gives the same orders and the same state, also after it was plain data."""
+    state = freeze(world.hub)
     hub = Coordinator(world.given, world.timeouts)
     assert [hub.apply(event) for event in world.log] == world.answers
-    assert freeze(hub) == freeze(world.hub)
+    assert freeze(hub) == state
     hub = Coordinator(world.given, world.timeouts)
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
             assert hub.apply(read_event(*write_event(event))) == orders
-    assert freeze(hub) == freeze(world.hub)
+    assert freeze(hub) == state
 
 
-def freeze(thing):
-    """Everything a state machine remembers, as values that compare."""
+def freeze(thing, known=None):
+    """Everything a state machine remembers, as values that compare; what is reached on many ways, once."""
+    known = {} if known is None else known
+    if id(thing) not in known:
+        known[id(thing)] = thing, _freeze(thing, known)  # the thing too: an id is free again when it is gone
+    return known[id(thing)][1]
+
+
+def _freeze(thing, known):
     if isinstance(thing, dict):
-        return [(key, freeze(value)) for key, value in thing.items()]
+        return [(key, freeze(value, known)) for key, value in thing.items()]
     if isinstance(thing, set | frozenset):
         return sorted(map(repr, thing))
     if isinstance(thing, list | tuple | deque):
-        return [freeze(each) for each in thing]
+        return [freeze(each, known) for each in thing]
     if is_dataclass(thing):
-        return type(thing).__name__, [freeze(getattr(thing, each)) for each in thing.__dataclass_fields__]
+        values = [freeze(getattr(thing, each), known) for each in thing.__dataclass_fields__]
+        return type(thing).__name__, values
     if hasattr(thing, "__dict__"):
-        return type(thing).__name__, freeze(vars(thing))
+        return type(thing).__name__, freeze(vars(thing), known)
     return thing

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -63,7 +64,7 @@ from ravnest.hub.coordinator.planner import LinkChecks, PlanTrigger
 from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
-from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
+from ravnest.hub.coordinator.snapshots import Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.spot_checks import FALSE_LOSSES, SpotChecks
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundPledge, RoundQuery, RoundReady
@@ -74,6 +75,7 @@ from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
 _OfRounds = RoundPledge | RoundReady | RoundChecked | RoundAbort | RoundQuery
+_IN_PASSING = Tick | TrainingReported | LeaseDone  # they change no plan
 _OfStages = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
 _OfMembers = Leave | BackupKept | SnapshotMade | SketchMade | _OfRounds | _OfStages
 _Result = list[Action] | str  # actions, or why the event is refused
@@ -137,6 +139,10 @@ class Coordinator:
     def due(self) -> float | None:
         """When the next Tick is needed, if nothing else happens."""
         return self._duties.due(self.now)
+
+    def must_wait(self, event: Event) -> bool:
+        """Return whether an event must wait, for Ticks in which members are told of a large plan."""
+        return self._recovery.is_rolling_out and not isinstance(getattr(event, "message", event), _IN_PASSING)
 
     def is_at(self, job: JobGiven) -> bool:
         """Return whether this very job is under way, whatever nodes are expected for it."""
@@ -254,8 +260,7 @@ class Coordinator:
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
             case BackupKept():
-                reason = self._recovery.backups.record(sender, message, self.now)
-                return [] if reason is None else reason
+                return self._recovery.backups.record(sender, message, self.now) or []
             case SnapshotMade() if message.weights.size_bytes > self._job.settings.most_snapshot_bytes:
                 told = f"no stage has a snapshot of {show_bytes(message.weights.size_bytes)}"
                 return self._departures.leave(sender, Leave(message.build_id, told), self.now)

@@ -79,6 +79,7 @@ class JobSettings:
     evaluate_every: int = 1  # epochs; 0: only at the end
     evaluate_updates: int = 0  # of the job between two evaluations; 0: by epochs
     checkpoint_every: float | None = None  # seconds; None: never
+    keeps_last: bool = False  # what all take with them who leave at once; as before there was a choice
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
     has_statistics: bool = False  # of batches, as a batch norm has: small shares train it worse
     has_tied_weights: bool = False  # that several positions of the line share

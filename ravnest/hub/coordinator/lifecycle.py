@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpointing import CheckpointPolicy
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector, CheckpointPolicy
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
@@ -52,7 +52,7 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
-from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries
+from ravnest.hub.coordinator.snapshots import IDLE, Inquiries
 from ravnest.hub.coordinator.spot_checks import SpotChecks
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop
@@ -118,8 +118,7 @@ class Lifecycle:
         return self._notify_checkpoint()
 
     def _notify_checkpoint(self) -> list[Action]:
-        saved = self.recovery.saved
-        return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
+        return [Notify(FromCheckpoint(saved.num_counted))] if (saved := self.recovery.saved) else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -462,7 +461,9 @@ class Duties:
         """Do what is due in this phase; a duty may bring the job into its next one."""
         if not self._life.has_begun:
             return []
-        at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
+        actions = self._recovery.roll_out()
+        if self._recovery.is_rolling_out:
+            return actions
         duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
             ((JobPhase.COLLECTING,), self._plan_trigger.ask_for_plan),
             (tuple(JobPhase), self._evict),
@@ -470,10 +471,9 @@ class Duties:
             ((JobPhase.AVERAGING,), self._average),
             ((JobPhase.EVALUATING,), self._evaluate),
             ((JobPhase.KEEPING,), self._collect_result),
-            (at_work, self._retain_inquiries),
+            ((JobPhase.TRAINING, JobPhase.EVALUATING), self._retain_inquiries),
         )
         self._spot_checks.expire(now)
-        actions: list[Action] = []
         for phases, duty in duties:
             if self._life.phase in phases:
                 actions += duty(now)
@@ -536,7 +536,7 @@ class Duties:
         if fault is not None:
             actions += [Notify(NotCheckpointed(fault))] if fault else []
             actions += self._ledger.fill(self._placement)
-        if self._checkpoints.is_time(self._checkpoint_every, now):
+        if self._checkpoints.is_time(self._checkpoint_every, now) or self._recovery.wants_last():
             actions += self.policy.begin_checkpoint(now)
         return actions
 

@@ -6,6 +6,7 @@ SPARE, BUILDING and HOSTING.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ravnest.hub.coordinator.events import PeerJoined
 from ravnest.hub.coordinator.phases import NODE_TRANSITIONS, NodePhase, follow
@@ -96,9 +97,11 @@ class Membership:
         """Return the member of a name, if there is one."""
         return self._members.get(name)
 
-    def in_phase(self, phase: NodePhase) -> tuple[Member, ...]:
-        """Return the members in a phase, in the order of joining."""
-        found = (self._members[name] for name in self._by_phase[phase])
+    def in_phase(self, *phases: NodePhase) -> tuple[Member, ...]:
+        """Return the members in a phase, or in one of several, in the order of joining."""
+        found = [self._members[name] for phase in phases for name in self._by_phase[phase]]
+        if not found:  # as nearly always of those that leave or are missing
+            return ()
         return tuple(sorted(found, key=lambda member: member.number))
 
     @property
@@ -147,6 +150,13 @@ class Membership:
         after = follow(NODE_TRANSITIONS, member.present_phase, phase)
         is_missing = member.phase is NodePhase.MISSING
         self.update(replace(member, resumes=after) if is_missing else replace(member, phase=after))
+
+    def begin_build(self, name: NodeId, build_id: int) -> None:
+        """Move a member to BUILDING: it follows this build from now on."""
+        member = self._members[name]
+        after = follow(NODE_TRANSITIONS, member.present_phase, NodePhase.BUILDING)
+        facts: dict[str, Any] = {"resumes" if member.phase is NodePhase.MISSING else "phase": after}
+        self.update(replace(member, build_id=build_id, **facts))
 
     def end_probe(self, name: NodeId, node: Node) -> None:
         """Plan with these facts about a member from now on: they are measured, or believed."""

@@ -5,7 +5,7 @@ they are train on, or go on being built. The others are built anew under its num
 is late by number. Stages are built of what their nodes hold and of what others have (sources).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.config import Averaging, PlanConfig
@@ -13,13 +13,15 @@ from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsM
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
-from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.forecast import Forecast, Outline, forecast, outline
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
 _MOST_TRIED = 4  # spares that came while clusters were built, in one plan
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
+_NEAR = 2  # owners before and after it that a node knows in a ring, if no round needs all
+SLICE = 1024  # members that are told of a plan in one event, about
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +83,117 @@ class PlanChange:
     has_new_rings: bool
 
 
+class Contacts:
+    """Whom each member is told of: its cluster, its rings, and whom it gives state to or gets it from.
+
+    In a robust round each owner of a segment sends to all others. Else a node needs those next to it in its
+    rings, and some more, so that a few may be absent: a list of all would grow with the swarm, and all would
+    dial all. A round in which two are neighbours that were not told of each other introduces them.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._rings: tuple[Ring, ...] = ()
+        self._rings_of: dict[NodeId, Rings] = {}  # by owner
+        self._turns_of: dict[NodeId, tuple[int, ...]] = {}  # by owner: its place in each of them
+        self._meets_all = True  # in its rings
+        self._extras: Extras = {}  # as members were told last
+        self._introduced: dict[NodeId, set[NodeId]] = {}  # contacts that rounds have needed since
+        self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
+        # While many are told: how members are reached, and owners by rings. None: members may be others.
+        self._told: dict[NodeId, Contact] | None = None
+        self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] = {}
+
+    def rings(self, name: NodeId) -> Rings:
+        """Return the rings that a node is an owner of, with their numbers."""
+        return self._rings_of.get(name, ())
+
+    def follow(self, rings: tuple[Ring, ...], meets_all: bool) -> None:
+        """Follow the rings of a plan; with `meets_all` a node may send to every owner in its rings."""
+        self._rings, self._meets_all, self._introduced = rings, meets_all, {}
+        self._rings_of, self._turns_of = {}, {}
+        for index, ring in enumerate(rings):
+            numbered = (SegmentId(index), ring)
+            for turn, owner in enumerate(ring.owners):
+                self._rings_of[owner] = (*self._rings_of.get(owner, ()), numbered)
+                self._turns_of[owner] = (*self._turns_of.get(owner, ()), turn)
+        here = self._membership
+        self._contact_of = {each: made for each, made in self._contact_of.items() if each in here}
+
+    def begin(self, extras: Extras) -> None:
+        """Begin to tell many, while nobody comes or goes."""
+        self._extras, self._introduced, self._owners_of = extras, {}, {}
+        self._told = {name: self._contact(name) for name in self._membership}
+
+    def end(self) -> None:
+        """All are told."""
+        self._told, self._owners_of = None, {}
+
+    def find(
+        self, name: NodeId, nodes: tuple[NodeId, ...] = (), *, has_extras: bool = True
+    ) -> tuple[Contact, ...]:
+        """Return whom a node is told of: those of its cluster, its extras, and of its rings."""
+        extras = sorted(self._extras.get(name, ())) if has_extras else ()
+        near = dict.fromkeys((*nodes, *extras))
+        found = [self._contact(each) for each in near if each != name and each in self._membership]
+        near[name] = None
+        found += [each for each in self._owners(name) if each.node not in near]
+        return tuple(found)
+
+    def introduce(self, absent: Collection[NodeId]) -> tuple[NodeId, ...]:
+        """Record who will be neighbours in a round without these; return those that do not know of it."""
+        if self._meets_all:
+            return ()
+        away, new = frozenset(absent), dict[NodeId, None]()
+        for ring in self._rings:
+            turns = [turn for turn, owner in enumerate(ring.owners) if owner not in away]
+            for before, turn in zip([*turns[-1:], *turns], turns, strict=False):
+                distance = (turn - before) % len(ring.owners)
+                if min(distance, len(ring.owners) - distance) <= _NEAR:
+                    continue
+                for one, other in ((before, turn), (turn, before)):
+                    known = self._introduced.setdefault(ring.owners[one], set())
+                    if ring.owners[other] not in known:
+                        known.add(ring.owners[other])
+                        new[ring.owners[one]] = None
+        return tuple(new)
+
+    def _owners(self, name: NodeId) -> Sequence[Contact]:
+        """Return how the owners of a node's rings are reached that it may send to."""
+        rings = self.rings(name)
+        if not self._meets_all:
+            near: dict[NodeId, None] = {}
+            for (_, ring), turn in zip(rings, self._turns_of.get(name, ()), strict=True):
+                near |= dict.fromkeys(_neighbours(ring.owners, turn))
+            near |= dict.fromkeys(sorted(self._introduced.get(name, ())))
+            return [self._contact(each) for each in near if each in self._membership]
+        numbers = tuple(number for number, _ in rings)
+        if numbers in self._owners_of:  # many nodes are in the same
+            return self._owners_of[numbers]
+        owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
+        found = tuple(self._contact(each) for each in owners if each in self._membership)
+        if self._told is not None:
+            self._owners_of[numbers] = found
+        return found
+
+    def _contact(self, name: NodeId) -> Contact:
+        """Return how a member is reached; many are told the same."""
+        if self._told is not None:
+            return self._told[name]
+        member, found = self._membership[name], self._contact_of.get(name)
+        if found is None or found.key != member.key or found.addresses != member.addresses:
+            found = self._contact_of[name] = Contact(name, member.key, member.addresses)
+        return found
+
+
+def _neighbours(owners: tuple[NodeId, ...], turn: int) -> tuple[NodeId, ...]:
+    """Return the owners next to one in a ring, in the order of the ring; in a small one these are all."""
+    if len(owners) <= 2 * _NEAR + 1:
+        return owners
+    around = ((turn + step) % len(owners) for step in range(-_NEAR, _NEAR + 1))
+    return tuple(owners[each] for each in sorted(around))
+
+
 class Placement:
     """Which node hosts which stage of which cluster, by the plan in force."""
 
@@ -92,13 +205,12 @@ class Placement:
         self._cluster_by_node: dict[NodeId, ClusterState] = {}
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
-        self._rings_of: dict[NodeId, Rings] = {}  # by owner
-        self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
-        # Owners by rings, while many are told of the same; None: members may be others each time.
-        self._owners_of: dict[tuple[SegmentId, ...], tuple[Contact, ...]] | None = None
+        self._contacts = Contacts(membership)
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
-        self._outlook: Forecast | None = None
+        self._planned_costs = job.profile, job.config  # as the plan counted
+        self._outline: Outline | None = None
+        self._outlook: Forecast | None = None  # once somebody has asked
         self._microbatches = 1
         self.sharing = ALONE  # how clusters share the job
         self.noise: float | None = None  # the job's noise scale, once measured
@@ -109,9 +221,18 @@ class Placement:
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
 
     @property
+    def outline(self) -> Outline:
+        """How fast the current plan is."""
+        assert self._outline is not None, "no plan was formed"
+        return self._outline
+
+    @property
     def outlook(self) -> Forecast:
-        """What the current plan promises."""
-        assert self._outlook is not None, "no plan was formed"
+        """What the current plan promises, stage by stage; people ask for it, no decision does."""
+        assert self._plan is not None, "no plan was formed"
+        if self._outlook is None:
+            profile, config = self._planned_costs
+            self._outlook = forecast(self._plan, profile, Swarm(tuple(self._planned.values())), config)
         return self._outlook
 
     @property
@@ -255,7 +376,7 @@ class Placement:
 
     def add_spare(self, name: NodeId) -> list[Send]:
         """Tell a newcomer that it is a spare, while there is a plan."""
-        return self._order_spare(name, {}) if self._clusters else []
+        return self._order_spare(name, has_extras=False) if self._clusters else []
 
     def dissolve(self, clusters: Iterable[ClusterState]) -> list[Send]:
         """Make spares of the nodes of these clusters."""
@@ -265,7 +386,7 @@ class Placement:
             self._last_id += 1
             for name in cluster.nodes:
                 if name in self.membership:
-                    sends += self._order_spare(name, {})
+                    sends += self._order_spare(name, has_extras=False)
         return sends
 
     def ask_for_plan(self) -> MakePlan:
@@ -316,31 +437,35 @@ class Placement:
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
-        self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
-        before, kept = self._clusters, {x.cluster: x for x in self._clusters if not x.is_broken}
+        self._planned_costs = profile, config = self.costs
+        self._outline, self._outlook = outline(plan, profile, Swarm(tuple(planned.values())), config), None
+        before, kept = self._clusters, {x.root: x for x in self._clusters if not x.is_broken}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
         for index, cluster in enumerate(plan.clusters):
             name = cluster_name(index)
-            state = kept.get(cluster)
-            if state is None:
+            state = kept.get(cluster.stages[0].node)
+            if state is None or state.cluster != cluster:
                 unready = {stage.node for stage in cluster.stages}
                 state = ClusterState(name, plan.plan_id, cluster, unready, f"{name}{plan.plan_id}")
                 built.append(state)
             state.name = name
-            state.samples_per_second = self._outlook.clusters[index].samples_per_second
+            state.samples_per_second = self._outline.cluster_rates[index]
             clusters.append(state)
         self._place(tuple(clusters))
         here = set(clusters)
         ended = tuple(each for each in before if each not in here)
         for name in (name for each in ended for name in each.nodes if name in self.membership):
             self._move_to_spare(name)
-        for name in (name for each in built for name in each.nodes):
-            self.membership.move(name, NodePhase.BUILDING)
+        for each in built:
+            for name in each.nodes:
+                self.membership.begin_build(name, each.build_id)
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
-        self._plan, self._rings_of = plan, _index_rings(plan.rings)
-        self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
+        self._plan, count = plan, len(clusters)
+        self._contacts.follow(
+            plan.rings, not self.is_exact and self._job.settings.mean.is_robust(count, count)
+        )
         return PlanChange(tuple(built), ended, has_new_rings)
 
     def _record_untried(self, plan: Plan) -> None:
@@ -354,36 +479,46 @@ class Placement:
 
     def announce(
         self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
-    ) -> list[Send]:
-        """Tell every member its part of a new plan, unless it is the same as before.
+    ) -> Iterator[list[Send]]:
+        """Tell every member its part of a new plan, unless it is the same as before; some at a time.
 
         A node that has no stage any more, but gives its state to others, is told only its contacts.
         """
-        sends, self._owners_of = [], {}
+        sends: list[Send] = []
+        self._contacts.begin(extras)
         built = {cluster.cluster_id for cluster in change.built}
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
                 if cluster.cluster_id in built:
-                    sends.append(self._order_stage(cluster, stage, extras))
+                    sends.append(self._order_stage(cluster, stage))
                 elif change.has_new_rings or stage.node in extras:
-                    sends.append(self._order_rings(cluster, stage.node, extras))
+                    sends.append(self._order_rings(cluster, stage.node))
+            if len(sends) >= SLICE:
+                yield sends
+                sends = []
         was_busy = {name for cluster in change.ended for name in cluster.nodes}
         for member in self.membership.members:
             name = member.node.name
             if self.cluster_of(name) is not None:
                 continue
             if member.held is not None and (is_giver(name) or member.is_leaving):
-                sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
+                sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts.find(name))))
             elif not member.build_id or name in was_busy or name in extras:
-                sends += self._order_spare(name, extras)
-        self._owners_of = None
-        return sends
+                sends += self._order_spare(name)
+        self._contacts.end()
+        yield sends
+
+    def introduce(self, absent: Collection[NodeId]) -> list[Send]:
+        """Tell neighbours in a round of each other, if they were too far apart in their ring to be told."""
+        names = self._contacts.introduce(absent) if absent else ()
+        return [self._order_rings(self._cluster_by_node[name], name) for name in names]
 
     def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
         """Make spares of nodes without a stage whose state others have by now."""
-        left = [m.node.name for m in self.membership.members if m.held is not None and not m.is_leaving]
+        members = self.membership.in_phase(NodePhase.SPARE, NodePhase.MISSING)
+        left = [m.node.name for m in members if m.held is not None and not m.is_leaving]
         done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
-        return [send for name in done for send in self._order_spare(name, {})]
+        return [send for name in done for send in self._order_spare(name, has_extras=False)]
 
     def find_parts(
         self, start: int, stop: int, is_newest: bool = False, *, has_weights: bool = False
@@ -425,11 +560,11 @@ class Placement:
         """Record that the hub has newer weights than the parts that were made."""
         self._stale = {*self._parts, *self._asked}
 
-    def _order_spare(self, name: NodeId, extras: Extras) -> list[Send]:
+    def _order_spare(self, name: NodeId, *, has_extras: bool = True) -> list[Send]:
         assert self._plan is not None
         self.membership.update(replace(self.membership[name], build_id=self._last_id, held=None))
         self._move_to_spare(name)
-        contacts = self._contacts(name, (), extras)
+        contacts = self._contacts.find(name, has_extras=has_extras)
         order = PlanOrder(self._last_id, self._rings_since, self._plan.seed, None, (), (), contacts)
         return [Send(name, order)]
 
@@ -439,52 +574,13 @@ class Placement:
         if has_stage and self.cluster_of(name) is None:
             self.membership.move(name, NodePhase.SPARE)
 
-    def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
+    def _order_stage(self, cluster: ClusterState, stage: Stage) -> Send:
         assert self._plan is not None
-        self.membership.update(replace(self.membership[stage.node], build_id=cluster.build_id))
-        rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
-        since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
-        order = PlanOrder(cluster.build_id, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
-        return Send(stage.node, replace(order, is_exact=self.is_exact))
+        nodes = cluster.nodes
+        rings, contacts = self._contacts.rings(stage.node), self._contacts.find(stage.node, nodes)
+        facts = (cluster.build_id, self._rings_since, self._plan.seed, stage, nodes, rings, contacts)
+        return Send(stage.node, PlanOrder(*facts, cluster.cluster.accumulate, self.is_exact))
 
-    def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
-        contacts = self._contacts(name, cluster.nodes, extras)
-        order = RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts, self.is_exact)
-        return Send(name, order)
-
-    def _rings(self, name: NodeId) -> Rings:
-        return self._rings_of.get(name, ())
-
-    def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
-        near = dict.fromkeys((*nodes, *sorted(extras.get(name, ()))))
-        found = [self._contact(each) for each in near if each != name and each in self.membership]
-        near[name] = None
-        found += [each for each in self._owners(self._rings(name)) if each.node not in near]
-        return tuple(found)
-
-    def _owners(self, rings: Rings) -> tuple[Contact, ...]:
-        """Return how all owners of some rings are reached: many nodes are in the same."""
-        numbers = tuple(number for number, _ in rings)
-        if self._owners_of is not None and numbers in self._owners_of:
-            return self._owners_of[numbers]
-        owners = dict.fromkeys(owner for _, ring in rings for owner in ring.owners)
-        found = tuple(self._contact(each) for each in owners if each in self.membership)
-        if self._owners_of is not None:
-            self._owners_of[numbers] = found
-        return found
-
-    def _contact(self, name: NodeId) -> Contact:
-        """Return how a member is reached; many are told the same."""
-        member, found = self.membership[name], self._contact_of.get(name)
-        if found is None or found.key != member.key or found.addresses != member.addresses:
-            found = self._contact_of[name] = Contact(name, member.key, member.addresses)
-        return found
-
-
-def _index_rings(rings: tuple[Ring, ...]) -> dict[NodeId, Rings]:
-    """Return the rings that each node is an owner of, with their numbers."""
-    found: dict[NodeId, Rings] = {}
-    for index, ring in enumerate(rings):
-        for owner in ring.owners:
-            found[owner] = (*found.get(owner, ()), (SegmentId(index), ring))
-    return found
+    def _order_rings(self, cluster: ClusterState, name: NodeId) -> Send:
+        rings, contacts = self._contacts.rings(name), self._contacts.find(name, cluster.nodes)
+        return Send(name, RingOrder(cluster.build_id, self._rings_since, rings, contacts, self.is_exact))

@@ -6,9 +6,10 @@ for a while. Newcomers become part of the next plan.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Action,
     Collected,
@@ -30,9 +31,9 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
 )
 from ravnest.hub.coordinator.phases import ClusterPhase
-from ravnest.hub.coordinator.placement import ClusterState, Placement
+from ravnest.hub.coordinator.placement import SLICE, ClusterState, Placement, PlanChange
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.snapshots import BackupPolicy, SnapshotDesk
 from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
@@ -62,6 +63,26 @@ class Recovery:
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
         self._num_missed: Counter[NodeId] = Counter()  # sources that a node could not use, in a row
+        self._asked_last_at = -1  # samples that were trained when a checkpoint of all that leave was begun
+        self._rollout: Iterator[list[Action]] | None = None  # what is left to tell of a large plan
+
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether members are still being told of a plan; nobody may come or go meanwhile."""
+        return self._rollout is not None
+
+    def roll_out(self) -> list[Action]:
+        """Do the next step of a large plan, if one is being told: none of them takes long."""
+        step = None if self._rollout is None else next(self._rollout, None)
+        self._rollout = None if step is None else self._rollout
+        return step or []
+
+    def _begin_rollout(self, steps: Iterator[list[Action]]) -> list[Action]:
+        """Do all steps of a plan at once, or begin with them, if they are many."""
+        if len(self._membership) <= SLICE:
+            return [action for step in steps for action in step]
+        self._rollout = steps
+        return []
 
     @property
     def is_urgent(self) -> bool:
@@ -69,22 +90,49 @@ class Recovery:
         return self._placement.has_broken or self._placement.has_leaving_host
 
     def can_wait(self, now: float) -> bool:
-        """Return whether a plan has time: a node is to come back, or a cluster finishes what it has."""
-        return bool(self._membership.missing) or any(
-            member.leaves_by is not None
-            and now < self._drained_by(member.leaves_by)
-            and (cluster := self._placement.cluster_of(member.node.name)) is not None
-            and cluster.is_running
-            and self._ledger.is_unfinished(cluster)
-            for member in self._membership.leaving
+        """Return whether a plan has time: a node is to come back, or a cluster finishes what it has.
+
+        Where all leave, nobody is there to take it over: first it is kept.
+        """
+        is_kept_first = self._all_leave and self._checkpoints.is_under_way
+        return (
+            is_kept_first
+            or bool(self._membership.missing)
+            or any(
+                member.leaves_by is not None
+                and now < self._drained_by(member.leaves_by)
+                and (cluster := self._placement.cluster_of(member.node.name)) is not None
+                and cluster.is_running
+                and self._ledger.is_unfinished(cluster)
+                for member in self._membership.leaving
+            )
         )
+
+    @property
+    def _all_leave(self) -> bool:
+        """Whether nobody stays who could take over; what they have is kept then."""
+        return self._job.settings.keeps_last and all(member.is_leaving for member in self._membership.members)
+
+    def wants_last(self) -> bool:
+        """Return whether to keep what all take away with them who leave now; it is asked once."""
+        num_counted = self._ledger.num_counted
+        is_known = self.saved is not None and self.saved.num_counted == num_counted
+        clusters = self._placement.running
+        is_busy = not clusters or any(map(self._ledger.is_unfinished, clusters))
+        can_keep = self._all_leave and not self._checkpoints.is_under_way
+        if not can_keep or is_busy or is_known or self._asked_last_at == num_counted:
+            return False
+        self._asked_last_at = num_counted
+        return True
 
     def _drained_by(self, leaves_by: float) -> float:
         handover = self._timeouts.handover
         return leaves_by - handover.total_seconds + handover.drain_seconds
 
     def due(self, now: float) -> float | None:
-        """Return when a node that leaves or is missing is no longer waited for."""
+        """Return when a node that leaves or is missing is no longer waited for, or the next step is due."""
+        if self.is_rolling_out:
+            return now
         times = [member.back_by for member in self._membership.missing if member.back_by is not None]
         times += [self._held_until] if self._held is not None else []
         for member in self._membership.leaving:
@@ -138,19 +186,25 @@ class Recovery:
         count, placement = made.microbatches, self._placement
         change = placement.adopt(made.plan, count, made.sharing)
         self._ledger.cut(count, lease_batches(self._job, made.plan, count))
-        outlook, size = placement.outlook, self._batch_size
+        outline, size = placement.outline, self._batch_size
         told = PlanFormed(
             made.plan,
-            outlook.samples_per_second,
-            outlook.round_seconds,
+            outline.samples_per_second,
+            outline.round_seconds,
             size,
             count,
             made.sharing,
             made.reason,
         )
+        return [Notify(told), *self._begin_rollout(self._form_in_steps(change))]
+
+    def _form_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
+        yield []  # what follows is for the next events
         self._sources.begin_first(change)
-        announced = placement.announce(change, self._find_contacts())
-        return [Notify(told), *announced, *self._sources.order_builds()]
+        yield []
+        for sends in self._placement.announce(change, self._find_contacts()):
+            yield [*sends]
+        yield [*self._sources.order_builds()]
 
     def hold(self, made: PlanMade, now: float) -> bool:
         """Hold a plan that has time until its clusters have finished their work; return whether it does."""
@@ -214,8 +268,14 @@ class Recovery:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 actions.append(Notify(told))
         ledger.progress.forget_others(placement.cluster_ids)
-        actions += placement.announce(change, self._find_contacts(), self._sources.is_source)
-        return [*actions, *self._sources.ask(), *self._sources.order_builds()]
+        return actions + self._begin_rollout(self._repair_in_steps(change))
+
+    def _repair_in_steps(self, change: PlanChange) -> Iterator[list[Action]]:
+        yield []  # what follows is for the next events
+        is_source = self._sources.is_source
+        for sends in self._placement.announce(change, self._find_contacts(), is_source):
+            yield [*sends]
+        yield [*self._sources.ask(), *self._sources.order_builds()]
 
     def end_checkpoint(self, collected: Collected, now: float) -> list[Action]:
         """Go on from what is on disk now, if it comes to that."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from statistics import median
 
 from blake3 import blake3
@@ -64,7 +65,7 @@ class _Draw:
         return int.from_bytes(drawn) % stop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RobustRoster:
     """Who takes part in a robust round: nodes by cluster, owners by segment, and how much clusters count."""
 
@@ -80,15 +81,29 @@ class RobustRoster:
 
     def cluster_of(self, node: NodeId) -> str:
         """Return the cluster of a member."""
-        return next(each for each, nodes in self.clusters.items() if node in nodes)
+        return self._clusters_by_node[node]
 
     def shared(self, one: NodeId, other: NodeId) -> list[SegmentId]:
         """Return the segments that two members share, in order."""
-        return [number for number, owners in sorted(self.rings.items()) if one in owners and other in owners]
+        others = self._segments_by_node.get(other, {})
+        return sorted(number for number in self._segments_by_node.get(one, {}) if number in others)
 
     def partners(self, node: NodeId) -> list[NodeId]:
         """Return all that a member shares a segment with, itself too."""
-        return list(dict.fromkeys(x for owners in self.rings.values() if node in owners for x in owners))
+        segments = self._segments_by_node.get(node, {})
+        return list(dict.fromkeys(x for number in segments for x in self.rings[number]))
+
+    @cached_property
+    def _clusters_by_node(self) -> dict[NodeId, str]:
+        return {node: each for each, nodes in self.clusters.items() for node in nodes}
+
+    @cached_property
+    def _segments_by_node(self) -> dict[NodeId, dict[SegmentId, None]]:
+        found: dict[NodeId, dict[SegmentId, None]] = {}
+        for number, owners in self.rings.items():
+            for owner in owners:
+                found.setdefault(owner, {})[number] = None
+        return found
 
 
 @dataclass(frozen=True, slots=True)

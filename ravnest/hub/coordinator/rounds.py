@@ -276,8 +276,9 @@ class Rounds:
         shares = {name: batch.num_microbatches(each) for each in placement.running for name in each.nodes}
         return [
             Send(each.to, replace(each.message, rate=batch.rate, num_microbatches=shares[each.to]))
-            for each in sends
             if isinstance(each.message, RoundOpen)
+            else each
+            for each in sends
         ]
 
     def receive(
@@ -390,12 +391,13 @@ class Rounds:
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
         self._by_node = {name: cluster for cluster in clusters for name in cluster.nodes}
-        self._left_out = tuple(each.name for each in placement.running if each not in clusters)
-        names = tuple(name for cluster in clusters for name in cluster.nodes)
+        present = set(clusters)
+        self._left_out = tuple(each.name for each in placement.running if each not in present)
+        names = dict.fromkeys(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
         self._roster = None if sums_gradients else self._find_roster(clusters)
         robust = None if self._roster is None else RobustDecision(round_id, self._roster)
-        self._decision = robust or RoundDecision(round_id, names)
+        self._decision = robust or RoundDecision(round_id, tuple(names))
         is_blocking = self._is_blocking = is_final or self.stands_still
         absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
@@ -403,7 +405,7 @@ class Rounds:
         anchor_round = round_id if anchor_round is None else anchor_round
         wire_format = config.exact_gradients if sums_gradients else config.deltas
         least = choose_least_chunk(placement.slowest_link(names), wire_format)
-        sends = []
+        sends = placement.introduce(absent)
         for cluster in clusters:
             opened = RoundOpen(
                 cluster.build_id, round_id, seconds, is_blocking, is_final, absent, anchor_round
@@ -549,13 +551,13 @@ class Rounds:
     @property
     def _foreseen(self) -> float:
         """The seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-        seconds, most = self._placement.outlook.round_seconds, self._most_seconds
+        seconds, most = self._placement.outline.round_seconds, self._most_seconds
         return seconds if 0 <= seconds < most else most
 
     @property
     def _most_seconds(self) -> float:
         """What a round may take: longer where the plan says so, as with few owners that can be dialled."""
-        seconds, config = self._placement.outlook.round_seconds, self._config
+        seconds, config = self._placement.outline.round_seconds, self._config
         most = config.max_relayed_round_seconds
         is_long = config.max_round_seconds < seconds <= _MOST_TIMES * most
         return max(most, _PATIENCE * seconds) if is_long else config.max_round_seconds

@@ -1,10 +1,8 @@
 """Snapshots: nodes are asked for the state of their stages, and each answer finds what it was asked for.
 
-One desk numbers all requests. A checkpoint is one cluster's state, now and then, and at the end the result.
-If that cluster breaks, another one is asked, or the checkpoint waits for the next time. An inquiry asks a
-cluster that has work and reports nothing: only a stage that works can make a snapshot. Nodes that do not
-answer in time are evicted. A cluster in which all answer and still nothing moves is built anew. A backup is
-kept by a spare.
+One desk numbers all requests. An inquiry asks a cluster that has work and reports nothing: only a stage that
+works can make a snapshot. Nodes that do not answer in time are evicted. A cluster in which all answer and
+still nothing moves is built anew. A backup is kept by a spare.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,20 +10,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checks import NodeSketch
-from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
-from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.events import Send
 from ravnest.hub.coordinator.membership import HeldState
-from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId, RoundId
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
     BlobRef,
-    SketchMade,
-    SketchOrder,
-    SketchRow,
     SnapshotMade,
     SnapshotOrder,
     Source,
@@ -135,226 +127,7 @@ class Inquiries:
         return list(silent), [each for each in self._placement.running if each.cluster_id in others]
 
 
-_PAUSE = 10  # times what checkpoints or backups take lies between two: no slow link is kept busy by them
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Clusters that hold the same weights as the one that gives them: they are asked for sketches."""
-
-    key: bytes
-    clusters: tuple[ClusterState, ...]
-    anchor_round: RoundId | None  # whose average it is; None: their live weights are the same
-
-
-class CheckpointCollector:
-    """Numbered attempts to collect one cluster's state, with what others say of theirs."""
-
-    def __init__(self, desk: SnapshotDesk, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
-        self._desk, self._timeouts = desk, timeouts
-        self._keeper: ClusterState | None = None
-        self._kept: dict[NodeId, SnapshotMade] = {}
-        self._books: LedgerState | None = None  # of what is under way
-        self._is_result = False  # that, and no checkpoint
-        self._evaluated: Evaluated | None = None  # its state, if it was just evaluated
-        self._results: dict[int, Collect] = {}  # that were ordered, by attempt
-        self._comparison: Comparison | None = None
-        self._sketches: dict[NodeId, tuple[SketchRow, ...] | None] = {}  # None: not made yet
-        self._is_ordered = False  # all that is to be collected is known
-        self.num_overtaken = 0  # in a row, by the next average
-        self._every = 0.0
-        self._started_at = 0.0
-        self._next_at: float | None = None
-        self._attempt = 0
-
-    @property
-    def silence(self) -> str:
-        """What is wrong with a node that did not answer in time."""
-        return f"did not answer within {self._timeouts.snapshot_seconds:.0f} s"
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a cluster was asked and has not died since."""
-        return self._keeper is not None
-
-    @property
-    def has_result_under_way(self) -> bool:
-        """Whether that is for the result."""
-        return self.is_under_way and self._is_result
-
-    @property
-    def parts(self) -> tuple[CheckpointPart, ...]:
-        """The answers of all nodes of the cluster, in the order of the line."""
-        assert self._keeper is not None
-        stages = self._keeper.cluster.stages
-        refs = (self._kept[stage.node].weights for stage in stages)
-        return tuple(
-            CheckpointPart(x.start, x.stop, x.node, ref) for x, ref in zip(stages, refs, strict=True)
-        )
-
-    @property
-    def answer_by(self) -> float | None:
-        """When nodes that have not answered are waited for no longer, if there are any."""
-        if self._keeper is None or self._is_ordered:
-            return None
-        seconds = self._timeouts.sketch_seconds if self._is_complete else self._timeouts.snapshot_seconds
-        return self._started_at + seconds
-
-    def find_silent(self, now: float) -> tuple[NodeId, ...]:
-        """Return the nodes that have not answered in time."""
-        if self._keeper is None or self._is_complete or self.answer_by is None or now < self.answer_by:
-            return ()
-        return tuple(name for name in self._keeper.nodes if name not in self._kept)
-
-    def due(self, every: float | None) -> float | None:
-        """Return when the next checkpoint is to be made, or the one under way given up, if there are any."""
-        return self.answer_by if every is None or self.is_under_way else self._next_at
-
-    def is_time(self, every: float | None, now: float) -> bool:
-        """Return whether to make one; the first comes a whole period after training began."""
-        if every is None or self.is_under_way:
-            return False
-        self._every = every
-        if self._next_at is None:
-            self._next_at = now + every
-        return now >= self._next_at
-
-    def expire(self, now: float) -> str | None:
-        """Give up a checkpoint that cannot be kept; return why, or an empty text if that was told before."""
-        if self.is_under_way and self._has_moved_on:
-            self.end(now)
-            self.num_overtaken += 1
-            is_first = self.num_overtaken == 1
-            return "the next average came before it could be compared; it is tried again" if is_first else ""
-        silent = self.find_silent(now)
-        if not silent or self._is_result:
-            return None
-        self.end(now)
-        return f"{' and '.join(silent)} {self.silence}"
-
-    def refuse(self, is_training: bool, has_clusters: bool, is_calm: bool) -> str:
-        """Return why no checkpoint can be made now, though somebody asks for one."""
-        if not is_training:
-            return "nothing is trained now that will not be kept anyway"
-        if not has_clusters:
-            return "no cluster trains at this moment; ask again when one does"
-        if self.is_under_way:
-            return "one is under way already"
-        return "" if is_calm else "the loss went wrong lately: the last good checkpoint is kept"
-
-    def postpone(self, now: float) -> None:
-        """Make no checkpoint this time."""
-        self._next_at = now + self._every
-
-    @property
-    def held(self) -> str:
-        """The id of the cluster that is to train nothing until its state, which was evaluated, is written."""
-        is_live = self._evaluated is not None and self._comparison is None
-        is_held = self._keeper is not None and is_live and not self._is_complete
-        return self._keeper.cluster_id if self._keeper is not None and is_held else ""
-
-    def start(
-        self,
-        cluster: ClusterState,
-        now: float,
-        books: LedgerState,
-        *,
-        is_result: bool = False,
-        evaluated: Evaluated | None = None,
-        comparison: Comparison | None = None,
-    ) -> list[Send]:
-        """Ask every node of a cluster for its state, and those of others for sketches of theirs."""
-        self._keeper, self._kept, self._books, self._is_result = cluster, {}, books, is_result
-        self._evaluated, self._comparison, self._is_ordered = evaluated, comparison, False
-        self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
-        self._started_at, self._attempt = now, self._desk.new_number()
-        facts = (SnapshotPurpose.CHECKPOINT, self._attempt)
-        anchor_round = None if comparison is None else comparison.anchor_round
-        sends = [
-            self._desk.ask(*facts, name, cluster.build_id, is_result, anchor_round) for name in cluster.nodes
-        ]
-        others = () if comparison is None else comparison.clusters
-        self._sketches = {name: None for other in others for name in other.nodes}
-        if comparison is not None:
-            asked = [(name, other.build_id) for other in others for name in other.nodes]
-            sends += [
-                Send(name, SketchOrder(build_id, self._attempt, comparison.key, anchor_round))
-                for name, build_id in asked
-            ]
-        return sends
-
-    def drop(self, cluster: ClusterState) -> None:
-        """Collect no longer from a cluster that changes."""
-        if self._keeper is cluster:
-            self._keeper = None
-            self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
-        for name in cluster.nodes:
-            self._sketches.pop(name, None)
-
-    def add_snapshot(self, sender: NodeId, made: SnapshotMade, now: float) -> list[Collect]:
-        """Record a node's answer."""
-        self._kept[sender] = made
-        return self.order(now)
-
-    def add_sketch(self, sender: NodeId, made: SketchMade, now: float) -> list[Collect] | str:
-        """Record a sketch; return why not, if nobody asked for it."""
-        if made.number != self._attempt or self._sketches.get(sender, ()) is not None:
-            return f"nobody asked {sender} for sketch {made.number}"
-        self._sketches[sender] = made.rows
-        return self.order(now)
-
-    def order(self, now: float) -> list[Collect]:
-        """Have all parts fetched, once they are here, and others have said what they hold or had time to."""
-        if self._is_ordered or not self._is_complete or self._has_moved_on:
-            return []
-        is_awaited = any(rows is None for rows in self._sketches.values())
-        if is_awaited and now < self._started_at + self._timeouts.sketch_seconds:
-            return []
-        self._is_ordered, self.num_overtaken = True, 0
-        assert self._books is not None
-        order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
-        if self._comparison is not None:
-            said = tuple(NodeSketch(name, rows) for name, rows in self._sketches.items() if rows)
-            order = replace(order, key=self._comparison.key, others=said)
-        if self._is_result:
-            self._results[self._attempt] = order
-        return [order]
-
-    @property
-    def _has_moved_on(self) -> bool:
-        """Whether the next average came before the parts were written; not at the end, where none comes."""
-        if self._comparison is None or self._is_result:
-            return False
-        return any(made.anchor_round != self._comparison.anchor_round for made in self._kept.values())
-
-    def find_result(self, number: int) -> Collect | None:
-        """Return the order that collected the result, also if its cluster is gone by now."""
-        return self._results.get(number)
-
-    def find_evaluated(self, number: int) -> Evaluated | None:
-        """Return the evaluation of the checkpoint of this number, if it is the one under way."""
-        return self._evaluated if number == self._attempt else None
-
-    def has_asked_for(self, number: int) -> bool:
-        """Return whether this is the Collect whose end is awaited."""
-        return self._is_complete and self._is_ordered and number == self._attempt
-
-    def withdraw_result(self, number: int) -> None:
-        """Begin again with the result: what was collected is not what others hold."""
-        del self._results[number]
-        self._keeper = None
-
-    def end(self, now: float) -> tuple[LedgerState, float]:
-        """End a checkpoint, kept or not; return what was trained then, and the seconds it took."""
-        assert self._books is not None
-        seconds = now - self._started_at
-        self._keeper, self._next_at = None, now + max(self._every, _PAUSE * seconds)
-        self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
-        return self._books, seconds
-
-    @property
-    def _is_complete(self) -> bool:
-        return self._keeper is not None and len(self._kept) == len(self._keeper.nodes)
+PAUSE_TIMES = 10  # what a checkpoint or backups take lies between two: no slow link is kept busy by them
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +198,6 @@ class BackupPolicy:
         if way is None or way.spare != sender or way.weights is None:
             return f"nobody asked {sender} to keep snapshot {kept.number}"
         del self._in_transit[kept.number]
-        self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
+        self._next_at = max(self._next_at, now + PAUSE_TIMES * (now - self._asked_at))
         self._add_source(sender, way.held, way.weights, way.samples_seen)
         return None

@@ -69,10 +69,18 @@ class Deliveries:
         for ring in rings:
             owners = [self._membership[name].node for name in ring.owners]
             turns = sorted(owners, key=_rank_sender)
+            num_reachable = sum(node.is_reachable for node in turns)  # they come first, and meet all
+            interval = ring.start, ring.stop
+            receivers = self._before.setdefault(interval, {})
+            num_after: Counter[NodeId] = Counter()
             for turn, node in enumerate(turns):
-                met = [x.name for x in turns[:turn] if _meet(x, node)]
-                share = self._add(node.name, (ring.start, ring.stop), tuple(met[-_MOST_BEFORE:]))
-                found[node.name] = (*found.get(node.name, ()), share)
+                last = turn if node.is_reachable else min(turn, num_reachable)
+                before = tuple(x.name for x in turns[max(0, last - _MOST_BEFORE) : last])
+                receivers[node.name] = before
+                for name in before:
+                    num_after[name] += 1
+                found[node.name] = (*found.get(node.name, ()), Share(*interval, before))
+            self._num_after.update(num_after)
         for stage in stages:
             if stage.node not in found:
                 found[stage.node] = (self._add(stage.node, (stage.start, stage.stop), ()),)
@@ -168,6 +176,11 @@ class _Need:
     is_first: bool = False  # what it gets is what all clusters begin with
     is_ordered: bool = False
     shares: tuple[Share, ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
+
+    @property
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of its shares."""
+        return tuple((share.start, share.stop) for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,10 +451,16 @@ class StateSources:
     def order_builds(self) -> list[Send | MakeParts]:
         """Order the stages to be built whose parts and snapshots are all there."""
         orders: list[Send | MakeParts] = []
+        missing: set[tuple[object, ...]] = set()  # what stages are made of: many wait for the same
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
                 continue
+            kind = (need.stage.start, need.stage.stop, HUB in need.nodes, need.intervals)
+            if kind in missing:
+                continue
             made = self._find_parts(need, orders)
+            if made is None:
+                missing.add(kind)
             if made is not None and all(node in self._snapshots for node in need.nodes if node != HUB):
                 need.is_ordered = True
                 self._shrink(need)
@@ -454,7 +473,7 @@ class StateSources:
         """Return what the requester's side makes of a stage, and what the hub gives; or order it made."""
         stage, is_hubs = need.stage, HUB in need.nodes
         shares = need.shares or (Share(stage.start, stage.stop),) if is_hubs else ()
-        intervals = [(share.start, share.stop) for share in shares]
+        intervals = tuple((share.start, share.stop) for share in shares)
         wanted = dict.fromkeys([(stage.start, stage.stop), *intervals])
         given: list[Source] = []
         found: dict[tuple[int, int], PartsMade] = {}

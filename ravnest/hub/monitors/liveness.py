@@ -89,7 +89,7 @@ class LivenessMonitor:
         now: float,
     ) -> ClusterSilent | None:
         """Return a cluster that is silent for too long; one that is built is given the time again."""
-        rate = placement.outlook.samples_per_second / max(1, len(placement.clusters))
+        rate = placement.outline.samples_per_second / max(1, len(placement.clusters))
         batch_seconds = settings.batch_size / max(rate, 1e-9)
         self._running_patience = max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
         training = {each.cluster_id: each for each in placement.running if is_busy(each)}

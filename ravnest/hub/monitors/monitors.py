@@ -573,12 +573,9 @@ class MonitoredCoordinator:
             self._show(event, ())
             return ()
         reason = self._monitors.record(self.hub, event.sender, report, event.now)
-        if reason is not None:
-            refused = (Refusal(reason),)
-            self._show(event, refused)
-            return refused
-        self._show(event, ())
-        return self._conclude(event.now)
+        refused = () if reason is None else (Refusal(reason),)
+        self._show(event, refused)
+        return refused or self._conclude(event.now)
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         actions: list[Action] = []
@@ -591,9 +588,12 @@ class MonitoredCoordinator:
         return tuple(actions)
 
     def _decide(self, event: Event) -> tuple[Action, ...]:
+        told: tuple[Action, ...] = ()
+        while self.hub.must_wait(event):
+            told += self._decide(Tick(event.now))
         actions = apply_logged(self.hub, event, self._log)
         self._show(event, actions)
-        return actions
+        return told if told and actions and isinstance(actions[0], Refusal) else told + actions
 
     def _show(self, event: Event, actions: tuple[Action, ...]) -> None:
         if self._watch is not None:

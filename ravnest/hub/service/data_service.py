@@ -6,11 +6,13 @@ takes a while, so it runs beside the messages of the hub.
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
 from ravnest.config import RESERVE, TIMEOUTS, HubTimeouts
+from ravnest.errors import GuardError
 from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
@@ -35,6 +37,7 @@ from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
 
 _MOST_REMEMBERED = 32 * RESERVE.most_microbatches  # microbatches: those that are ahead may be checked
+_MOST_REFUSED = 3  # results of one node for one reason: it may be no fault of the node
 
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
@@ -106,6 +109,7 @@ class DataService:
         self._quiet_seconds = timeouts.quiet_upload_seconds
         self._sent: dict[MicrobatchId, bytes] = {}  # hashes of fields, of the last microbatches
         self._remembering = threading.Lock()
+        self._refused: Counter[tuple[NodeId, str]] = Counter()  # results, by their fault
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
     async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
@@ -194,6 +198,8 @@ class DataService:
                 return
             # Training goes on from what is kept, so no peer's word is taken for what it is.
             if fault := await self._in_background(self._owner.find_fault, part.start, part.stop, found):
+                if order.is_result:
+                    self._count_refused(part.node, fault)
                 self._fail(order, part, f"{part.node}: {fault}")
                 return
             parts.append((part.start, part.stop, found))
@@ -208,6 +214,13 @@ class DataService:
         elif not fault:
             fault = await self._in_background(self._owner.keep, parts, order.books, order.evaluated)
         self._apply(Collected(order.number, self._time(), fault, verdict))
+
+    def _count_refused(self, node: NodeId, fault: str) -> None:
+        """End a job whose result is refused again and again: to train it once more would not help."""
+        self._refused[node, fault] += 1
+        if self._refused[node, fault] == _MOST_REFUSED:
+            problem = f"there is no result: {node}: {fault}, {_MOST_REFUSED} times"
+            raise GuardError(f"{problem}; look at the model and the data, or lower the learning rate")
 
     def _fail(self, order: Collect, part: CheckpointPart, reason: str) -> None:
         if not order.is_result:

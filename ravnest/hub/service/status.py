@@ -224,7 +224,7 @@ class StatusTracker:
             efficiency=placement.sharing.efficiency,
             noise_scale=placement.noise,
             texts=self._texts,
-            predicted_samples_per_second=placement.outlook.samples_per_second if placement.clusters else None,
+            predicted_samples_per_second=placement.outline.samples_per_second if placement.clusters else None,
             eta_seconds=(trained.num_total - trained.num_samples) / rate if is_training else None,
             is_paused=is_paused,
         )

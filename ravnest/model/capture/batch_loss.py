@@ -78,6 +78,26 @@ def judge_loss(whole: ModelWithLoss, fields: Mapping[str, Tensor]) -> BatchLoss:
         return _judge(losses, parts, _find_tolerance(whole))
 
 
+def find_summed_metrics(whole: ModelWithLoss, fields: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the metrics that are sums over the samples: a mean over microbatches says nothing of them."""
+    num_samples = min(len(next(iter(fields.values()))), _count_affordable(whole, fields))
+    if num_samples < 2 or not whole.metrics:
+        return ()
+    parts = (slice(0, num_samples // 2), slice(num_samples // 2, num_samples), slice(0, num_samples))
+    with torch.random.fork_rng(), as_it_was(whole), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        whole.eval()
+        try:
+            found = [whole(*(each[part] for each in fields.values())) for part in parts]
+        except Exception:  # whatever the user's code raises for a part, which it does not for a batch
+            return ()
+        one, other, both = ({name: float(each[name]) for name in whole.metrics} for each in found)
+    return tuple(
+        name
+        for name, total in both.items()
+        if total and abs(one[name] + other[name] - total) < abs(total) / 1e3
+    )
+
+
 def _judge(losses: "_Losses", parts: Sequence[Sequence[int]], tolerance: float) -> BatchLoss:
     everything = tuple(range(len(parts)))
     halves = everything[: len(parts) // 2], everything[len(parts) // 2 :]

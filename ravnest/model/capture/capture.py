@@ -22,7 +22,7 @@ from ravnest.model.blueprint.aliasing import Storages
 from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.blueprint.program import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint.slicing import find_positions
-from ravnest.model.capture.batch_loss import BatchLoss, judge_loss
+from ravnest.model.capture.batch_loss import BatchLoss, find_summed_metrics, judge_loss
 from ravnest.model.capture.export import Programs, export_programs
 from ravnest.model.capture.export_hazards import plain_bags
 from ravnest.model.capture.huggingface import plain_transformers, switched_off
@@ -127,6 +127,11 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         tell("it is compared with the model")
         batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [*([batch_loss.note] if batch_loss.note else []), *told]
+    for metric in find_summed_metrics(whole, fields) if is_tested else ():
+        notes.append(
+            f"metric {metric!r} is a sum over the batch, but what is told is the mean over microbatches; "
+            "give a mean"
+        )
     if is_empty:
         tell("it is compared with the model")
         facts = (whole, programs, blueprint, state, fields)
@@ -172,6 +177,14 @@ def _check_module(whole: ModelWithLoss) -> None:
     script = torch.jit.ScriptModule  # noqa: TID251 - named here, never run
     if any(isinstance(module, script) for module in whole.modules()):
         raise CaptureError("the model is TorchScript (torch.jit); give the nn.Module itself")
+    if any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in whole.modules()
+    ):
+        raise CaptureError(
+            "the model is compiled by torch.compile; give the module as it was before: peers compile their "
+            "stages themselves where that pays"
+        )
+    _check_precision(whole)
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
@@ -190,6 +203,16 @@ def _check_module(whole: ModelWithLoss) -> None:
                 f"parameter {whole.state_name(name)!r} has a hook, which is Python code that providers do "
                 "not run; remove it (to limit gradients, give the Job clip=)"
             )
+
+
+def _check_precision(whole: ModelWithLoss) -> None:
+    """Refuse to train float16: a usual epsilon is zero in it, so the first update ends in NaN."""
+    narrow = (name for name, x in whole.named_parameters() if x.requires_grad and x.dtype is torch.float16)
+    if (name := next(narrow, None)) is not None:
+        raise CaptureError(
+            f"parameter {whole.state_name(name)!r} is float16, in which small changes are lost and updates "
+            'end in NaN; train model.float(), with precision="bf16" to compute in half of it, or freeze it'
+        )
 
 
 @dataclass(frozen=True, slots=True)

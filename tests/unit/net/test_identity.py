@@ -93,7 +93,7 @@ def test_a_token_without_an_address_is_refused():
     ],
 )
 def test_an_address_is_written_in_full(text, address):
-    assert read_address(text) == read_address(text, is_door=True) == address
+    assert read_address(text) == read_address(text, is_own=True) == address
     assert write_address(*split_address(address)) == address
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_address_is_said_so(text):
 
 
 def test_only_a_door_may_leave_host_or_port_open():
-    assert read_address("0.0.0.0:0", is_door=True) == read_address("0.0.0.0:*", is_door=True)
+    assert read_address("0.0.0.0:0", is_own=True) == read_address("0.0.0.0:*", is_own=True)
     for text in ("192.0.2.7:0", "192.0.2.7:*", "0.0.0.0:7700", "[::]:7700", "*:7700"):
         with pytest.raises(ConfigError, match="nobody can dial it"):
             read_address(text)

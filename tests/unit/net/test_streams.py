@@ -8,6 +8,7 @@ import pytest
 
 from ravnest.config import TIMEOUTS
 from ravnest.errors import LinkError, ProtocolError
+from ravnest.net.endpoint import Dial
 from ravnest.net.link import ACK_BYTES, Link
 from ravnest.net.streams import (
     OVERHEAD_BYTES,
@@ -21,7 +22,7 @@ from ravnest.net.streams import (
     decode_frame,
     encode_frame,
 )
-from ravnest.net.transport import MIB, Service, TransportLimits, as_views, check_limits
+from ravnest.net.transport import MIB, PublicKey, Service, TransportLimits, as_views, check_limits
 
 LIMITS = TransportLimits(chunk_bytes=100, window_bytes=800, credit_bytes=(4000,) * 5)
 
@@ -364,3 +365,48 @@ def test_a_lie_that_goes_along_with_a_chunk_is_refused():
         connected().receive(
             Chunk(Service.BLOB, 0, 0, (1,), 0, (StreamPosition(Service.BLOB, 3, 0, 0),)), [], 0.0
         )
+
+
+def greeting(session: int, known: int) -> Greeting:
+    return Greeting(2, session, known, (), b"")
+
+
+def silent_until(link: Link, since: float, is_behind: bool = False) -> float:
+    """Return after how many seconds a link is thought dead of which nothing is heard."""
+    ticks = (since + 0.1 * number for number in range(1, 400))
+    return next(now - since for now in ticks if link.tick(now, lambda: is_behind) is not None)
+
+
+def test_a_neighbour_that_was_thought_dead_and_came_back_is_waited_for_longer_for_a_while():
+    link, now = Link(1, TransportLimits()), 0.0
+    found = []
+    for _ in range(6):
+        link.connect(greeting(7, 1), now)
+        found.append(silent_until(link, now))
+        link.disconnect()
+        now += 50.0
+    assert found == pytest.approx([1.4, 2.8, 5.6, 11.2, 11.2, 11.2], abs=0.11)
+    link.connect(greeting(7, 1), now)
+    for number in range(1, 1000):  # it holds for 100 s
+        link.receive(Ping(), [], now + 0.1 * number)
+        assert link.tick(now + 0.1 * number) is None
+    assert silent_until(link, now + 99.9) == pytest.approx(5.6, abs=0.11)
+    link.disconnect()
+    link.connect(greeting(8, 0), now + 200.0)  # another program
+    assert silent_until(link, now + 200.0) == pytest.approx(1.4, abs=0.11)
+
+
+def test_silence_is_not_death_while_what_came_lies_unread_but_not_for_ever():
+    link = Link(1, TransportLimits())
+    link.connect(greeting(7, 0), 0.0)
+    assert silent_until(link, 0.0, is_behind=True) == pytest.approx(11.2, abs=0.11)
+
+
+def test_a_dial_gets_longer_with_each_pass_over_the_addresses():
+    timeouts = TIMEOUTS.net
+    dial = Dial(PublicKey(b"key"), ("tcp://a:1", "tcp://b:1"), b"")
+    seconds = []
+    for _ in range(10):
+        seconds.append(dial.patience_seconds(timeouts))
+        dial.fail(timeouts, was_up=False)
+    assert seconds == [2, 2, 4, 4, 8, 8, 16, 16, 16, 16]

@@ -11,7 +11,7 @@ from ravnest.config import Averaging, Mean, PlanConfig, WireFormat
 from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.cost import NodeTable, timing
 from ravnest.plan.files import read_swarm
-from ravnest.plan.forecast import cluster_rows, forecast
+from ravnest.plan.forecast import cluster_rows, forecast, outline
 from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.line import LineCost
 from ravnest.plan.populations import population
@@ -36,6 +36,12 @@ def test_a_cluster_runs_as_fast_as_forecast_and_no_staler(model, swarm):
     index = {node.name: k for k, node in enumerate(swarm.nodes)}
     times = timing(line, NodeTable.of(swarm, CONFIG), cluster_rows(plan.clusters, index))
     predicted = forecast(plan, profile, swarm, CONFIG)
+    drawn = outline(plan, profile, swarm, CONFIG)
+    assert drawn.cluster_rates == tuple(each.samples_per_second for each in predicted.clusters)
+    assert (drawn.samples_per_second, drawn.round_seconds) == (
+        predicted.samples_per_second,
+        predicted.round_seconds,
+    )
     for cluster, period, expected in zip(plan.clusters, times.seconds, predicted.clusters, strict=True):
         trained = train_alone(cluster, line, swarm, num_batches=min(400, 20 * len(cluster.stages) + 40))
         assert trained.period_seconds == pytest.approx(period, rel=0.1)

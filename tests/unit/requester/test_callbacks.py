@@ -4,6 +4,8 @@ import csv
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,15 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
-from ravnest.requester.callbacks import Callbacks, CsvLog, EarlyStopping, Narrator, StopTraining, TensorBoard
+from ravnest.requester.callbacks import (
+    Callbacks,
+    CsvLog,
+    EarlyStopping,
+    LagNote,
+    Narrator,
+    StopTraining,
+    TensorBoard,
+)
 
 STORY: list[Notice] = [
     Joined("a"),
@@ -123,6 +133,20 @@ def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
         tell(news)
     missing = [news.reason.split()[0] for news in heard if isinstance(news, Waiting)]
     assert missing == ["1", "2", "1"]
+
+
+@pytest.mark.parametrize(("optimizer", "num_told"), [(object(), 1), ("muon", 0)])
+def test_what_a_pipeline_may_cost_an_optimizer_of_ones_own_is_told_once(
+    optimizer: object, num_told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plan(num_stages: int) -> Any:
+        return SimpleNamespace(clusters=(SimpleNamespace(stages=(None,) * num_stages),))
+
+    note = LagNote(optimizer)
+    for num_stages in (1, 2, 3):
+        note(PlanFormed(plan(num_stages), 1, 1, 1, 1))
+        assert bool(caplog.records) == (num_stages > 1 and num_told == 1)
+    assert len(caplog.records) == num_told
 
 
 def test_nobody_is_missing_when_a_run_goes_on() -> None:

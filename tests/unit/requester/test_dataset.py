@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.dataset import Samples, loader_batch_size
+from ravnest.requester.job import Job
 from ravnest.requester.sample_stream import SampleSpool, StreamLimits
 
 X = torch.arange(30.0).reshape(10, 3)
@@ -178,6 +179,50 @@ def test_a_sample_of_another_shape_type_or_field_is_named():
     )
     assert "sample 17 of the train data has other parts" in refused(odd((1, 2)), [3, 17])
     assert "a sample of the train data is 3; give a dict" in refused(odd(3), [17])
+
+
+def one_bad(bad, length=200):
+    """Samples of which one raises, or is of another shape; of many it is none that are looked at first."""
+
+    def make(index):
+        if index == 7 and bad == "raises":
+            raise OSError("7.png is truncated")
+        return {"x": torch.full((2 if index == 7 else 3,), float(index)), "y": index}
+
+    return Rows(make, length)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"), [("raises", "OSError: 7.png is truncated"), ("other", "'x' is float32 (2,)")]
+)
+def test_others_take_the_place_of_a_sample_that_cannot_be_read(bad, reason, caplog):
+    """A broken file must not end a training of days; it is told once, with its number."""
+    read = samples(one_bad(bad))
+    groups = [(1, 2), (5, 7, 6, 9), (9, 7, 8)]
+    found = [batch["y"].tolist() for batch in read.batches(groups, replaces=True)]
+    assert found == [[1, 2], [5, 6, 6, 9], [9, 8, 8]]
+    assert list(read.unreadable) == [7]
+    assert read.unreadable[7].startswith(reason)
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "sample 7 of the train data cannot be read"
+    ]
+
+
+def test_what_mostly_cannot_be_read_ends_a_training():
+    read = samples(one_bad("raises"))
+    with pytest.raises(OSError, match=r"7\.png"):
+        list(read.batches([(7,)], replaces=True))
+    gone = samples(Rows(lambda index: {"x": X[0], "y": 1} if index not in (5, 7) else 1 / 0, 200))
+    with pytest.raises(ZeroDivisionError):
+        list(gone.batches([(0, 5, 7)], replaces=True))
+    assert not gone.unreadable
+
+
+def test_a_sample_that_cannot_be_read_is_told_before_anybody_trains():
+    with pytest.raises(ConfigError, match=r"test_dataset\.py:\d+ failed: OSError: 7\.png is truncated"):
+        Job(
+            torch.nn.Linear(3, 1), one_bad("raises", 20), batch_size=4, loss=lambda out, _: out.mean()
+        ).capture()
 
 
 def test_a_collate_fn_that_pads_each_batch_to_its_own_length_is_told():

@@ -142,6 +142,14 @@ def test_a_scheduler_that_does_not_say_how_often_it_steps_is_refused():
         read_schedule(scheduler, 100)
 
 
+def test_a_scheduler_that_ends_before_the_job_is_told_with_its_number_of_steps():
+    optimizer = two_groups()
+    short = TORCH.OneCycleLR(optimizer, 0.1, total_steps=7, cycle_momentum=False)
+    assert len(factors(read_schedule(per_update(short)), 7)) == 7
+    with pytest.raises(ConfigError, match=r"OneCycleLR fails at step 8 of 21 .* the 21 steps of the job"):
+        factors(read_schedule(per_update(short)), 21)
+
+
 def test_schedulers_that_are_more_than_one_factor_are_refused():
     optimizer = two_groups()
     apart = TORCH.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])

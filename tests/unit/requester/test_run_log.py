@@ -29,15 +29,15 @@ def read(folder: Path) -> list[str]:
 def test_notices_are_written_progress_now_and_then_and_the_link_never(tmp_path: Path) -> None:
     clock = Clock()
     log = RunLog(clock=clock)
-    log.hear(Joined("early"))  # it is not open, and keeps nothing
+    log.observe_notice(Joined("early"))  # it is not open, and keeps nothing
     with log.writing(tmp_path):
-        log.hear(Joined("a"))
-        log.hear(DashboardOpened("http://127.0.0.1:7780/?token=secret", False))
+        log.observe_notice(Joined("a"))
+        log.observe_notice(DashboardOpened("http://127.0.0.1:7780/?token=secret", False))
         for number in range(5):
-            log.hear(Trained(64 * number, 256, 1, 2.5))
+            log.observe_notice(Trained(64 * number, 256, 1, 2.5))
         clock.now = 60.0
-        log.hear(Trained(256, 256, 1, 1.5))
-    log.hear(Joined("late"))
+        log.observe_notice(Trained(256, 256, 1, 1.5))
+    log.observe_notice(Joined("late"))
     found = read(tmp_path)
     assert found[0] == "a joined"
     assert len(found) == 3
@@ -47,7 +47,7 @@ def test_notices_are_written_progress_now_and_then_and_the_link_never(tmp_path: 
 def test_names_of_others_stay_on_one_line_and_say_nothing_to_a_terminal(tmp_path: Path) -> None:
     log = RunLog()
     with log.writing(tmp_path):
-        log.hear(Left("evil\nname\x1b[2J", "a reason\r\n2026-11-17 00:00:00,000 INFO forged: line"))
+        log.observe_notice(Left("evil\nname\x1b[2J", "a reason\r\n2026-11-17 00:00:00,000 INFO forged: line"))
     (line,) = (tmp_path / LOG_FILE).read_text().splitlines()
     assert "\x1b" not in line
     assert "forged" in line
@@ -73,7 +73,7 @@ def test_the_files_are_bounded_and_all_of_them_are_read(tmp_path: Path) -> None:
     log = RunLog()
     with log.writing(tmp_path):
         for number in range(7):
-            log.hear(Joined(f"{number:07}" + "x" * 2_000_000))
+            log.observe_notice(Joined(f"{number:07}" + "x" * 2_000_000))
     sizes = [file.stat().st_size for file in tmp_path.glob(f"{LOG_FILE}*")]
     assert len(sizes) == 3
     assert sum(sizes) < 14e6
@@ -86,7 +86,7 @@ def test_the_files_are_bounded_and_all_of_them_are_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
     log = RunLog()
     with log.writing(tmp_path / "missing"):
-        log.hear(Joined("a"))
+        log.observe_notice(Joined("a"))
     with pytest.raises(ConfigError, match=f"no {LOG_FILE}"):
         LogReader(tmp_path / "missing")
 
@@ -110,8 +110,8 @@ def test_the_command_prints_the_last_lines_with_the_words(tmp_path: Path) -> Non
     log = RunLog()
     with log.writing(tmp_path):
         for name in ("ana", "bob", "cem"):
-            log.hear(Joined(name))
-            log.hear(Left(name, "its provider takes it back"))
+            log.observe_notice(Joined(name))
+            log.observe_notice(Left(name, "its provider takes it back"))
     runner = CliRunner()
 
     def run(*options: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -193,5 +194,21 @@ def test_only_so_many_reports_wait_and_nothing_else_is_left_out() -> None:
         await settle()
         kinds = [type(message) for _, message in wires.sent]
         assert (kinds.count(StepReport), kinds.count(DroppedMicrobatch)) == (most, 1200)
+
+    play(script)
+
+
+def test_however_many_receivers_there_are_few_messages_leave_in_one_turn_of_the_loop() -> None:
+    async def script(wires: Wires) -> None:
+        names = [NodeId(f"peer {number}") for number in range(200)]
+        wires.peers |= {name: PeerId(name) for name in names}
+        for name in names:
+            wires.post(name, "one", "two")
+        counts = [0]
+        while counts[-1] < 400:
+            await asyncio.sleep(0)
+            counts.append(len(wires.sent))
+        assert max(after - before for before, after in pairwise(counts)) <= 32
+        assert all(wires.texts(name) == ["one", "two"] for name in names)
 
     play(script)

@@ -101,9 +101,9 @@ class LiveDashboard:
         self._recorder.observe(tracker, event, actions)
         self._note_change()
 
-    def hear(self, notice: Notice) -> None:
+    def observe_notice(self, notice: Notice) -> None:
         """Take a notice."""
-        self._recorder.hear(notice)
+        self._recorder.observe_notice(notice)
         self._note_change()
 
     def _note_change(self) -> None:

@@ -225,9 +225,9 @@ class RunRecorder:
         self.observe(tracker, event, actions)
         for action in actions:
             if isinstance(action, Notify):
-                self.hear(action.notice)
+                self.observe_notice(action.notice)
 
-    def hear(self, notice: Notice) -> None:  # noqa: C901, PLR0912 - one short case for each
+    def observe_notice(self, notice: Notice) -> None:  # noqa: C901, PLR0912 - one short case for each
         """Take a notice."""
         self.news.add(notice, None if self.job is None else self.now)
         match notice:
@@ -340,7 +340,7 @@ class RunRecorder:
                 each: (count - by_cluster.get(each, 0)) / seconds for each, count in self._trained.items()
             }
         if placement.clusters:
-            self._add("predicted_samples_per_second", num_samples, placement.outlook.samples_per_second)
+            self._add("predicted_samples_per_second", num_samples, placement.outline.samples_per_second)
         if self.job is not None:
             settings = self.job.settings
             self.learning_rate = settings.rate(settings.position(num_samples)) * placement.rate_times

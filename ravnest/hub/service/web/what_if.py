@@ -38,7 +38,7 @@ def pose_what_if(recorder: RunRecorder, guest: Node) -> WhatIf | None:
     if recorder.tracker is None or recorder.job is None:
         return None
     placement = recorder.tracker.hub.placement
-    now = placement.outlook.samples_per_second if placement.clusters else 0.0
+    now = placement.outline.samples_per_second if placement.clusters else 0.0
     return WhatIf(recorder.job, placement.imagine(guest), now)
 
 

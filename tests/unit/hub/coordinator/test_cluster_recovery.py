@@ -90,6 +90,20 @@ def test_who_leaves_politely_hands_over_and_nothing_is_lost_or_done_twice():
     assert num_granted < batches
 
 
+def test_what_all_take_with_them_who_leave_is_kept_first():
+    """Nobody is there to take it over: what was trained since the last checkpoint was lost."""
+    world = world_of("ab", checkpoint_every=1000.0, keeps_last=True)
+    asked_at = world.now
+    for name in "ab":
+        world.leave(name)
+    world.run_until(lambda: len(world.told(Left)) == 2)
+    assert world.now < asked_at + 4.0
+    assert len(world.told(Checkpointed)) == 1
+    assert world.told(WorkLost) == []
+    world.join("c", "d")
+    finishes(world)
+
+
 def test_who_leaves_is_waited_for_no_longer_than_it_waits_itself():
     world = world_of("abcd")
     root = world.hub.clusters[0].root

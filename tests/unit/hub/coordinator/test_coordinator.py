@@ -252,7 +252,7 @@ def test_blocking_rounds_when_the_config_says_so_and_their_distance_from_the_for
 def test_rounds_on_links_that_training_fills_are_rare_and_have_a_deadline(seconds):
     world = two_clusters(average_every=None)
     world.run_until(lambda: world.told(PlanFormed))
-    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=seconds)
+    world.hub.placement._outline = replace(world.hub.placement.outline, round_seconds=seconds)
     world.run()
     assert world.is_finished
     assert [each.deadline_seconds for each in sent(world, RoundOpen, "a")] == [600.0]

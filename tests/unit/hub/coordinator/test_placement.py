@@ -16,13 +16,14 @@ CLUSTERS = ("ab", HALVES), ("cd", HALVES)
 def scene():
     """Two clusters that train; s and t are spares. All know their part of the plan."""
     scene = HubScene("abcdst", *CLUSTERS)
-    scene.placement.announce(scene.adopt(*CLUSTERS), {})
+    list(scene.placement.announce(scene.adopt(*CLUSTERS), {}))
     return scene
 
 
 def announced(scene, change, extras=None, givers=""):
     """The kind of order that each member gets, and whom it is to meet."""
-    sends = scene.placement.announce(change, extras or {}, lambda name: name in givers)
+    slices = scene.placement.announce(change, extras or {}, lambda name: name in givers)
+    sends = [send for each in slices for send in each]
     assert len({send.to for send in sends}) == len(sends)
     return {x.to: (type(x.message), {each.node for each in x.message.contacts}) for x in sends}
 

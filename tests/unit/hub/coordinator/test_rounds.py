@@ -206,7 +206,7 @@ def test_one_that_says_nothing_is_not_waited_for_for_ever():
 
 def foresee(world, seconds):
     """Have the plan say how long a round takes."""
-    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=seconds)
+    world.hub.placement._outline = replace(world.hub.placement.outline, round_seconds=seconds)
 
 
 def test_a_hearing_is_short_although_rounds_are_long():

@@ -4,8 +4,9 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
-from ravnest.hub.coordinator.snapshots import CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.snapshots import SnapshotDesk
 from ravnest.protocol.placement import SnapshotMade
 
 BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 1, 0).state())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ravnest.config import HubTimeouts, WireFormat
+from ravnest.errors import GuardError
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
     Collect,
@@ -31,7 +32,9 @@ BOOKS = LedgerState(0, 0, 0, 0, {})
 SHORT = HubTimeouts(quiet_upload_seconds=40.0)
 
 
-def collect(seconds_per_piece: float | None, is_result: bool, fault: str = "") -> tuple[list, list]:
+def collect(
+    seconds_per_piece: float | None, is_result: bool, fault: str = "", times: int = 1
+) -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
     there = Blobs()
     ref = there.keep(CONTENT)
@@ -55,10 +58,10 @@ def collect(seconds_per_piece: float | None, is_result: bool, fault: str = "") -
         exchange = Exchange(Blobs(), post, in_background)
         owner = SimpleNamespace(keep=lambda *_: "", keep_result=lambda *_: "", find_fault=lambda *_: fault)
         around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, SHORT)
+        service = DataService(owner, exchange, *around)
         async with asyncio.timeout(1000):
-            await DataService(owner, exchange, *around).carry_out(
-                Collect(7, (CheckpointPart(0, 6, PEER, ref),), BOOKS, is_result)
-            )
+            for _ in range(times):
+                await service.carry_out(Collect(7, (CheckpointPart(0, 6, PEER, ref),), BOOKS, is_result))
 
     run_virtual(main())
     return [(each.number, each.fault) for each in applied], lost
@@ -83,6 +86,14 @@ def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() 
     fault = "'w' is not finite"
     assert collect(0.0, False, fault) == ([(7, f"peer: {fault}")], [])
     assert collect(0.0, True, fault) == ([], [(PEER, f"its weights cannot be had: peer: {fault}")])
+
+
+def test_a_result_that_is_refused_again_and_again_ends_the_job() -> None:
+    """Else all is trained again for ever, and comes to the same."""
+    fault = "'w' is not finite"
+    assert len(collect(0.0, True, fault, times=2)[1]) == 2
+    with pytest.raises(GuardError, match="there is no result: peer: 'w' is not finite, 3 times"):
+        collect(0.0, True, fault, times=3)
 
 
 def test_the_fields_of_all_stages_come_of_one_reading() -> None:

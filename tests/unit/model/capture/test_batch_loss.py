@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.model.capture.batch_loss import BatchLoss, judge_loss
+from ravnest.model.capture.batch_loss import BatchLoss, find_summed_metrics, judge_loss
 from ravnest.model.capture.model_with_loss import ModelWithLoss, name_fields
 
 SIZES = (3, 4, 7, 16, 64)
@@ -135,3 +135,16 @@ def test_samples_that_are_mixed_need_the_whole_batch():
             return super().forward(x + x[torch.randperm(x.shape[0])])
 
     assert judge(Mixed(8, 4), (rows(16), torch.arange(16) % 4), F.cross_entropy) is BatchLoss.WHOLE
+
+
+def test_metrics_that_are_sums_are_found():
+    """A number of hits, averaged over microbatches, is no number of anything."""
+    metrics = {
+        "hits": lambda out, y: (out.argmax(-1) == y).sum(),
+        "accuracy": lambda out, y: (out.argmax(-1) == y).float().mean(),
+        "rmse": lambda out, y: F.mse_loss(out[:, 0], y.float()).sqrt(),
+    }
+    fields = name_fields((rows(10), torch.randint(0, 2, (10,))), None)
+    whole = ModelWithLoss(nn.Linear(8, 2), fields, F.cross_entropy, metrics, is_tuple=True, inputs=None)
+    assert find_summed_metrics(whole, fields) == ("hits",)
+    assert not find_summed_metrics(whole, {name: field[:1] for name, field in fields.items()})

@@ -114,7 +114,7 @@ def test_news_are_bounded_in_number_and_in_length():
 
 def test_the_link_with_its_token_is_no_news():
     recorder = RunRecorder()
-    recorder.hear(DashboardOpened("http://127.0.0.1:7780/?token=secret"))
+    recorder.observe_notice(DashboardOpened("http://127.0.0.1:7780/?token=secret"))
     assert list(recorder.news) == []
 
 
@@ -165,10 +165,10 @@ def test_a_death_is_seen_as_missing_then_gone_then_as_another_cluster():
     world = trained()
     world.run_until(is_training(world))
     victim = world.document().clusters[0].stages[0].node
-    world.recorder.hear(Missing(victim, "silence", 3.0))
+    world.recorder.observe_notice(Missing(victim, "silence", 3.0))
     stage = world.document().clusters[0].stages[0]
     assert (stage.is_missing, stage.phase) == (True, NodePhase.HOSTING)
-    world.recorder.hear(Returned(victim))
+    world.recorder.observe_notice(Returned(victim))
     assert not world.document().clusters[0].stages[0].is_missing
     world.kill(victim)
     world.run_until(lambda: world.told(Left))
@@ -334,15 +334,15 @@ def test_the_metrics_of_the_documents_and_of_the_board_for_grafana_are_there():
 
 def test_evaluations_are_on_the_curve_of_their_metric():
     recorder = RunRecorder()
-    recorder.hear(Evaluated(1, "A", 10, 0.5, (("accuracy", 0.9), ("broken", None))))
+    recorder.observe_notice(Evaluated(1, "A", 10, 0.5, (("accuracy", 0.9), ("broken", None))))
     assert curves_of(recorder)["validation accuracy"].points == ((0.0, 0, 0.9),)
     assert "validation broken" not in curves_of(recorder)
 
 
 def test_a_node_whose_work_is_undone_is_named_and_its_samples_count_as_redone():
     recorder = RunRecorder()
-    recorder.hear(WorkUndone("liar", 64))
-    recorder.hear(RoundEnded(3, True, False, "", unlike=(("B", "its weights are far away"),)))
+    recorder.observe_notice(WorkUndone("liar", 64))
+    recorder.observe_notice(RoundEnded(3, True, False, "", unlike=(("B", "its weights are far away"),)))
     undone, ended = recorder.news
     assert (undone.tone, undone.names, recorder.samples_redone) == ("bad", ("liar",), 64)
     assert ended.tone == "warning", "it was committed, and somebody is unlike the others"
