@@ -286,8 +286,8 @@ class Hub:
             setup = partial(prepare, job, self._plan, nodes, settle, keeper, start, deliver)
             with Interrupts() as interrupts, self._shown:
                 num_awaited = nodes if self._is_open_to_others else 0
-                hearers = (self._tell, self._log.observe_notice, LagNote(job.optimizer), *callbacks)
-                hear = Callbacks(hearers, num_awaited, self.stop)
+                callbacks = [LagNote(job.optimizer), *callbacks]
+                hear = Callbacks([self._tell, self._log.observe_notice, *callbacks], num_awaited, self.stop)
                 self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
