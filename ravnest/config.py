@@ -273,6 +273,18 @@ SEARCH_BUDGET = SearchBudget()
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveLimits:
+    """How much a cluster has ahead of the leases it is at, for a hub that is away."""
+
+    seconds: float = 120.0  # of work, at the rate that is foreseen
+    most_bytes: float = 64e6  # of samples, which wait in the memory of root and leaf
+    most_microbatches: int = 2048  # the hub hears of each of them when it is back
+
+
+RESERVE = ReserveLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverTimeouts:
     """How a node leaves without losing work; the hub and its peers must use the same numbers."""
 

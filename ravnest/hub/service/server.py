@@ -78,6 +78,7 @@ from ravnest.protocol.membership import (
     Hello,
     ProbeOrder,
     ProbeReport,
+    Recounted,
     Refused,
     Stop,
     Welcome,
@@ -151,6 +152,7 @@ class Server:
         self._is_log_late = False
         self._was_cut_off = False
         self._evicted: set[PeerId | None] = set()
+        self._returning: dict[PeerId, PeerReturned] = {}  # known by a hub that was started anew
         self._reports = ProbeReports(self._exchange, self._apply)
         self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
@@ -323,6 +325,9 @@ class Server:
             self._welcome(delivery.sender, message)
         elif isinstance(message, Complaint) and name is not None:
             self._judge_complaint(delivery.sender, name, message)
+        elif isinstance(message, Recounted):
+            if (back := self._returning.pop(delivery.sender, None)) is not None:
+                self._apply(replace(back, now=self._time()))
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
         elif self._outbox.num_waiting(name) > self._parts.max_waiting:
@@ -354,8 +359,8 @@ class Server:
         name, now = known.node.name, self._clock.now()
         relay_port = self._relay.port if self._relay is not None else 0
         self._post(Outgoing(name, Welcome(name, relay_port)))
-        if before is not None:
-            self._apply(PeerReturned(name, known.addresses, now))
+        if before is not None:  # it is back when it has said what it did meanwhile
+            self._returning[peer] = PeerReturned(name, known.addresses, now)
         else:
             self._apply(PeerJoined(known.node, key, known.addresses, now, known.guessed))
 
@@ -384,6 +389,7 @@ class Server:
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
+        self._returning.pop(peer, None)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
