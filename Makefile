@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench docs soak fuzz swarms clean
+.PHONY: demo test check bench studies docs soak fuzz swarms clean
 
 demo: $(READY)
 	@scripts/demo
@@ -33,6 +33,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run transfer
 	$(BIN)/python -m benchmarks.run finetune
 	$(BIN)/python -m benchmarks.run dashboard
+	$(BIN)/python -m benchmarks.run stores
+
+studies: $(READY)
+	$(BIN)/python -m studies.run all
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak
@@ -56,5 +60,5 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf,postgres,s3]"
 	@touch $@

@@ -1,9 +1,10 @@
 """What a study finds, its page, its plots, and the list of all studies."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ def _read(folder: Path) -> Iterator[tuple[Path, str, str]]:
         answer = re.search(rf"^{re.escape(_ANSWER)}(.+)", text, re.MULTILINE)
         if path.name != _INDEX and question and answer:
             yield path, question[1], answer[1]
+
+
+def show_spread(values: Sequence[float], form: str = ".2f") -> list[str]:
+    """Return the cells of a table for median, smallest and largest."""
+    return [format(each, form) for each in (median(values), min(values), max(values))]
 
 
 def draw(path: Path, plot: Callable[["Axes"], None], width: float = 6.4, height: float = 3.6) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_HOURS = 24.0 * 30
 _MOST_NOISE = 3.0  # a link is 20 times as slow, or as fast, one time in three
+_MOST_AWAY = 3600.0  # seconds
 
 
 @click.command()
@@ -70,6 +71,9 @@ _MOST_NOISE = 3.0  # a link is 20 times as slow, or as fast, one time in three
 @click.option(
     "--restart-hub", type=float, multiple=True, metavar="MINUTE", help="Kill the hub then. Repeatable."
 )
+@click.option(
+    "--hub-away", type=float, default=5.0, show_default=True, metavar="SECONDS", help="For so long."
+)
 @click.option("--checkpoint-every", type=float, metavar="MINUTES", help="Keep the weights so often.")
 @plan_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.simulation/1).")
@@ -86,6 +90,7 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
     link_noise: float,
     hub_upload: str,
     restart_hub: tuple[float, ...],
+    hub_away: float,
     checkpoint_every: float | None,
     wishes: PlanWishes,
     as_json: bool,
@@ -102,6 +107,8 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
     if (nodes is None) == (population is None):
         raise click.UsageError("Give either --nodes FILE or --population KIND:COUNT, one of the two.")
     _check_numbers(hours, batch, updates, seed, link_noise)
+    if not 0.0 <= hub_away <= _MOST_AWAY:
+        raise ConfigError(f"--hub-away {hub_away:g} is no time away; choose 0 to {_MOST_AWAY:g} seconds")
     wanted = SimulationSettings(
         hours,
         seed,
@@ -109,6 +116,7 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
         updates,
         checkpoint_seconds=None if checkpoint_every is None else 60.0 * checkpoint_every,
         restarts=tuple(60.0 * minute for minute in sorted(restart_hub)),
+        away_seconds=hub_away,
     )
     config, profile = wishes.read(base_plan(hub_upload)), read_model(model, None)
     swarm = read_nodes(nodes, population, seed)

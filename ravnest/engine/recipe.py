@@ -154,8 +154,9 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> str:
     # A subclass may step differently, so it is not taken for its parent.
     if name in _SUPPORTED and type(optimizer) is getattr(torch.optim, name, None):
         return name
+    given = name if name not in _SUPPORTED else f"{type(optimizer).__module__}.{name}"
     raise ConfigError(
-        f"optimizer {name} is not supported; choose one of torch.optim: {', '.join(_SUPPORTED)}, "
+        f"optimizer {given} is not supported; choose one of torch.optim: {', '.join(_SUPPORTED)}, "
         "or leave it out for the default recipe"
     )
 

@@ -22,15 +22,16 @@ from ravnest.model.state.shards import is_index, open_weights
 from ravnest.model.state.state_dict import check_type, to_bytes
 from ravnest.model.state.state_source import FileSource, LayeredSource, MemorySource, StateSource, read_tensor
 from ravnest.protocol.tensors import Buffer, StoredType
+from ravnest.requester.converted_weights import base_name, convert_weights
 from ravnest.requester.job import Job
 from ravnest.transfer.mirror import MirrorSource, read_mirror
+from ravnest.units import show_count
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = "first-weights"
 _NUM_SAMPLED = 4  # tensors, by which frozen weights are known again
 _SAMPLED_BYTES = 4096  # of each
-_ADAPTED = "base_model.model."  # what peft puts before the names of a model
 _ENOUGH = 0.5  # of the parameters must be in what is given, or it is of another model
 
 
@@ -45,12 +46,15 @@ def find_first_weights(
     drawn = InitialiserSource(job.model, job.seed, None if folder is None else folder / _FOLDER)
     sources: list[StateSource] = [memory, drawn]
     if job.weights is not None:
-        given = _open(Path(job.weights), folder)
+        given = convert_weights(_open(Path(job.weights), folder), job.model)
         sources.insert(0, _fit(given, captured.blueprint, job.model, str(job.weights)))
     found = FirstWeights(memory, *sources)
     for entry in captured.blueprint.state:
         check_type(entry, found.types.get(entry.name))
-    names = [entry.name for entry in captured.blueprint.state if found.is_of(entry.name, drawn)]
+    missing = [entry for entry in captured.blueprint.state if found.is_of(entry.name, drawn)]
+    names = [entry.name for entry in missing]
+    if job.weights is not None and hasattr(job.model, "peft_config"):
+        _refuse_without_base(missing, str(job.weights))
     if names and is_needed:
         few = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         told = "note: %d tensors have no values yet (%s): they are drawn layer by layer with seed %d"
@@ -93,16 +97,20 @@ def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str)
     return FittedSource(given, names, types)
 
 
+def _refuse_without_base(missing: Iterable[StateEntry], where: str) -> None:
+    """Refuse to train adapters around weights that were drawn by chance."""
+    lost = [base_name(entry.name) for entry in missing if entry.is_frozen]
+    if lost:
+        few = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        problem = f"{where} lacks {show_count(len(lost), 'tensor')} of the model ({few})"
+        raise WeightsError(f"{problem}, and adapters need all of it; give the whole model's files")
+
+
 def _find_prefix(model: nn.Module) -> str:
     """Return under which name a Hugging Face model has its base."""
     find = getattr(model, "get_base_model", None)
     inner = find() if callable(find) else model
     return str(getattr(inner, "base_model_prefix", ""))
-
-
-def base_name(name: str) -> str:
-    """Return what a tensor of an adapted model (peft) is called in the model without adapters."""
-    return name.removeprefix(_ADAPTED).replace(".base_layer.", ".")
 
 
 class FirstWeights(LayeredSource):

@@ -20,10 +20,17 @@ from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import quote
 from ravnest.model.blueprint.program import FLOATING
-from ravnest.model.capture.capture import empty_weights
 from ravnest.model.state.shards import open_weights
 from ravnest.model.state.state_source import FileSource, read_tensor
-from ravnest.requester.finetuning.base_model import BaseModel, explained, import_hf, open_base, quiet_hf
+from ravnest.requester.converted_weights import convert_weights
+from ravnest.requester.finetuning.base_model import (
+    BaseModel,
+    build_empty,
+    explained,
+    import_hf,
+    open_base,
+    quiet_hf,
+)
 from ravnest.requester.run_folder import ADAPTER
 from ravnest.requester.text_codec import TextStream, encode_prompt, find_ends
 from ravnest.units import show_bytes
@@ -199,12 +206,10 @@ def _choose_device(size_bytes: int) -> str:
     return "cuda" if _GPU_TIMES * size_bytes < torch.cuda.mem_get_info()[0] else "cpu"
 
 
-def _build(base: BaseModel, tensors: FileSource, source: Path) -> Any:
+def _build(base: BaseModel, files: FileSource, source: Path) -> Any:
     """Return the model with these weights, in the type they are stored in, if it is one."""
-    transformers = import_hf("transformers")
-    problem = f"{base.folder} is no model that writes text after text (a causal language model)"
-    with explained(problem), empty_weights(), quiet_hf():
-        model = transformers.AutoModelForCausalLM.from_config(base.config, dtype=torch.float32)
+    model = build_empty(base.folder, base.config)
+    tensors = convert_weights(files, model)
     prefix = f"{model.base_model_prefix}."
     dtypes = {kind.dtype for kind in tensors.types.values() if kind.dtype in FLOATING}
     dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.float32

@@ -57,9 +57,10 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
-def status_to_dict(status: Status) -> dict[str, object]:
-    """Return the status as versioned data."""
-    return {"schema": STATUS_SCHEMA, **{name: _plain(value) for name, value in asdict(status).items()}}
+def status_to_dict(status: Status, *, has_hub: bool = True) -> dict[str, object]:
+    """Return the status as versioned data; without a hub there is no time left."""
+    known = {name: _plain(value) for name, value in asdict(status).items()}
+    return {"schema": STATUS_SCHEMA, **known} | ({} if has_hub else {"eta_seconds": None})
 
 
 def _plain(value: object) -> object:

@@ -210,6 +210,12 @@ def test_a_run_is_shown_from_its_log_and_nothing_can_be_done(watched, tmp_path):
         expect(page.locator("#invite")).to_be_hidden()
         page.locator(".tabs a[href='#/training']").click()
         expect(page.locator(".chart:has(h2:text-is('Loss')) canvas")).to_be_visible()
+        expect(page.locator("#summary div", has_text="samples/s").last).to_contain_text("on average")
+        expect(page.locator("main")).to_contain_text("A log has no lag")
+        expect(page.locator("h2", has_text="Largest lag")).to_have_count(0)
+        page.locator(".tabs a[href='#/plan']").click()
+        measured = page.locator(".facts-list div", has_text="measured")
+        expect(measured).to_contain_text("samples/s on average (")
         page.locator(".tabs a[href='#/events']").click()
         expect(page.locator(".timeline li", has_text="the job is done")).to_be_visible()
 

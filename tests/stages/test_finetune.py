@@ -1,17 +1,19 @@
 """Adapters trained through two stages are those of a plain peft loop, and load in peft with its logits."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from support.line_of_stages import Line
 from support.tiny_llama import sums, write_tiny_llama
 from torch import nn
 
 from ravnest.cli.main import program
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, WeightsError
 from ravnest.model.state.state_source import LayeredSource, MemorySource, SourceTensors, read_tensor
 from ravnest.requester.finetuning.finetune import make_finetuning, token_loss
 from ravnest.requester.finetuning.merging import merge_adapter
@@ -99,6 +101,18 @@ def test_two_stages_learn_what_a_peft_loop_learns(packed, plain, trained):
     for name, truth in model.state_dict().items():
         if "lora_" in name:
             torch.testing.assert_close(result.state[name], truth, rtol=1e-4, atol=1e-6)
+
+
+def test_a_base_that_lacks_a_tensor_is_not_drawn_by_chance(folder, packed, tmp_path):
+    _, captured, _ = packed
+    short = shutil.copytree(folder, tmp_path / "short")
+    tensors = load_file(short / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, short / "model.safetensors", {"format": "pt"})
+    job = make_finetuning(short, sums(40), {**SETTINGS, "pack": True}).job
+    told = r"lacks 1 tensor of the model \(model.layers.1.mlp.up_proj.weight\).*; give the whole"
+    with pytest.raises(WeightsError, match=told):
+        find_first_weights(job, captured, None)
 
 
 def test_nothing_but_adapters_is_trained_or_in_memory(packed):

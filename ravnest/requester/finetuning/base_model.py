@@ -5,6 +5,7 @@ folder brings is run. What transformers or peft raise becomes a sentence.
 """
 
 import contextlib
+import copy
 import inspect
 import logging
 import math
@@ -26,9 +27,13 @@ from ravnest.model.capture.capture import empty_weights
 from ravnest.model.state.shards import find_files, open_weights
 from ravnest.requester.finetuning.tokens import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's own name for it
 _RECURRENT = ("mamba", "recurrent", "deltanet", "rwkv", "shortconv", "linearattention", "lightningattention")
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_NOT_ADAPTED = "out_proj"  # of Mamba: a kernel takes its weight, past the adapter; peft refuses it
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FORMS = "a folder with config.json, safetensors weights and a tokenizer, as save_pretrained writes it"
 
@@ -93,8 +98,7 @@ def open_base(model: str | os.PathLike[str]) -> BaseModel:
         is_old = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         fix = "its weights are pickled, which is never loaded; save them as safetensors" if is_old else error
         raise ConfigError(f"{folder} has no weights to begin with: {fix}") from None
-    with explained(f"{folder / 'config.json'} is of no model that transformers knows"), quiet_hf():
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         fix = "give the original, in bf16 or fp32: it can be stored in 4 bits while it is trained"
         raise ConfigError(f"the weights of {folder} are quantised already; {fix}")
@@ -103,28 +107,67 @@ def open_base(model: str | os.PathLike[str]) -> BaseModel:
     return BaseModel(folder, str(os.fspath(model)), config, tokenizer)
 
 
+def read_config(folder: Path) -> Any:
+    """Return the configuration of a folder's model."""
+    transformers = import_hf("transformers")
+    with explained(f"{folder / 'config.json'} is of no model that transformers knows"), quiet_hf():
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
 def build_adapted(base: BaseModel, lora: LoraSettings, seed: int) -> nn.Module:
     """Return the model with empty weights, and adapters that have first values."""
-    transformers, peft = import_hf("transformers"), import_hf("peft")
-    problem = f"{base.folder} is no model that writes text after text (a causal language model)"
-    with explained(problem), empty_weights(), quiet_hf():
-        model = transformers.AutoModelForCausalLM.from_config(base.config, dtype=torch.float32)
+    peft = import_hf("peft")
+    model = build_empty(base.folder, base.config)
     model.config.use_cache = False
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name,
     )
+    if lora.targets == ALL_LINEAR:
+        _leave_experts_out(config, model)
+        config.exclude_modules = [_NOT_ADAPTED] if base.config.model_type in _MAMBA else None
     kinds = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     problem = f"adapters cannot be put at {quote(lora.targets)}; linear layers are {', '.join(sorted(kinds))}"
     with explained(problem), quiet_hf():
         adapted: nn.Module = peft.get_peft_model(model, config)
+    beside = sorted({str(x.parameter_name) for x in adapted.modules() if hasattr(x, "parameter_name")})
+    if beside:
+        told = f"adapters at {quote(lora.targets)} would lie beside experts that are one tensor"
+        fix = "leave targets out, or name layers of attention, like ['q_proj', 'v_proj']"
+        raise ConfigError(f"{told} ({', '.join(beside)}), which no stage can compute; {fix}")
     _fill_adapters(adapted, seed)
     return adapted
+
+
+def build_empty(folder: Path, config: Any) -> Any:
+    """Return a model of this configuration without values."""
+    transformers = import_hf("transformers")
+    problem = f"{folder} is no model that writes text after text (a causal language model)"
+    with explained(problem), empty_weights(), quiet_hf():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _leave_experts_out(config: Any, model: Any) -> None:
+    """Name all linear layers for peft where it would also change experts that are one tensor.
+
+    Those are no linear layers any more; peft takes the names that they had for the tensors that they are in.
+    """
+    with contextlib.suppress(ImportError):  # an older peft, which does not
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+        asked = copy.deepcopy(config)
+        with explained("adapters cannot be put at all linear layers"), quiet_hf():
+            convert_peft_config_for_transformers(asked, model, None)
+        if asked.target_parameters:
+            config.target_modules = sorted(asked.target_modules)
+            told = (
+                "note: experts and their router are single tensors in this model and get no adapters: only %s"
+            )
+            logger.warning(told, ", ".join(config.target_modules))
 
 
 def can_pack(adapted: nn.Module) -> bool:

@@ -4,6 +4,7 @@ Both are read as foreign files: safetensors and JSON alone, bounded. Each weight
 stores it in. The rest of the base's folder, such as its tokenizer, is copied.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -21,8 +22,8 @@ from ravnest.foreign import decode_json
 from ravnest.model.state.shards import SHARD_BYTES, ShardWriter, open_weights
 from ravnest.model.state.state_dict import to_bytes
 from ravnest.model.state.state_source import FileSource, read_pieces, read_tensor
-from ravnest.requester.finetuning.base_model import find_model_folder
-from ravnest.requester.first_weights import base_name
+from ravnest.requester.converted_weights import ConvertedSource, base_name, convert_weights
+from ravnest.requester.finetuning.base_model import build_empty, find_model_folder, read_config
 from ravnest.requester.run_folder import ADAPTER, MODEL
 
 _CONFIG = "adapter_config.json"
@@ -78,7 +79,7 @@ def merge_adapter(
     """
     folder, place = find_model_folder(model), Path(out)
     base = FileSource(open_weights(folder))
-    found = _open_adapter(Path(adapter), base)
+    found = _open_adapter(Path(adapter), _name_weights(folder, base))
     try:
         if place.exists() and any(place.iterdir()):
             raise ConfigError(f"{place} has files in it; give another folder for the merged model")
@@ -102,7 +103,16 @@ def merge_adapter(
     return place
 
 
-def _open_adapter(folder: Path, base: FileSource) -> _Adapter:
+def _name_weights(folder: Path, base: FileSource) -> Mapping[str, str | None]:
+    """Return under which name the files have each weight of the model; None: it is made of others."""
+    with contextlib.suppress(ConfigError):  # without transformers, or of no model that it knows
+        found = convert_weights(base, build_empty(folder, read_config(folder)))
+        if isinstance(found, ConvertedSource):
+            return {name: found.origins.get(name) for name in found.types}
+    return {name: name for name in base.types}
+
+
+def _open_adapter(folder: Path, known: Mapping[str, str | None]) -> _Adapter:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give one with {_CONFIG} and {ADAPTER}")
     content = read_bounded(folder / _CONFIG, _MOST_CONFIG_BYTES)
@@ -121,20 +131,24 @@ def _open_adapter(folder: Path, base: FileSource) -> _Adapter:
             fix = "load it with peft and use merge_and_unload()"
             raise ConfigError(f"the adapter has {name!r}, which cannot be merged here; {fix}")
         module = name.removesuffix(_DOWN).removesuffix(_UP)
-        modules[_find_weight(module, base)] = module
+        modules[_find_weight(module, known)] = module
     scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     return _Adapter(tensors, modules, scale, config.fan_in_fan_out)
 
 
-def _find_weight(module: str, base: FileSource) -> str:
+def _find_weight(module: str, known: Mapping[str, str | None]) -> str:
     """Return the weight that an adapter is beside; a base may be stored with or without its prefix."""
     name = base_name(f"{module}.weight")
-    for tried in (name, name.partition(".")[2]):
-        if tried in base.types:
-            return tried
-    raise WeightsError(
-        f"the model has no {name!r}, which the adapter changes; give the model it was made for"
-    )
+    tried = next((each for each in (name, name.partition(".")[2]) if each in known), None)
+    if tried is None:
+        raise WeightsError(
+            f"the model has no {name!r}, which the adapter changes; give the model it was made for"
+        )
+    found = known[tried]
+    if found is None:
+        fix = "load it with peft and use merge_and_unload()"
+        raise ConfigError(f"the files have {name!r} in another form, so the adapter is not merged; {fix}")
+    return found
 
 
 def _copy_rest(folder: Path, place: Path) -> None:

@@ -4,12 +4,13 @@ A record is a text, a prompt with its completion, or a chat. Each knows its plac
 file and the line. Nothing is kept: records are read one after the other. No torch in here.
 """
 
+import codecs
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -24,6 +25,7 @@ _MOST_ROLE = 64
 _FORMS = "text; prompt and completion; or messages"
 _FIX = f"give {_FORMS}; or say how yours are called (columns: prompt=question, completion=answer)"
 COLUMNS = ("text", "prompt", "completion", "messages")
+_COLUMNS_OF = (("messages",), ("prompt", "completion"), ("text",))  # of each form, the first counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,13 @@ def _check_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _read_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> Record:
-    if names["messages"] in row:
-        return ChatRecord(place, _read_messages(place, row[names["messages"]]))
-    if names["prompt"] in row and names["completion"] in row:
-        prompt, completion = (_read_text(place, row, names[name]) for name in ("prompt", "completion"))
-        return PromptRecord(place, prompt, completion)
-    if names["text"] in row:
-        return TextRecord(place, _read_text(place, row, names["text"]))
+    has_all = [form for form in _COLUMNS_OF if all(names[each] in row for each in form)]
+    filled = [form for form in has_all if all(row[names[each]] is not None for each in form)]
+    for form in (*filled, *has_all):  # where records of several forms are one table, others are empty
+        if form == ("messages",):
+            return ChatRecord(place, _read_messages(place, row[names["messages"]]))
+        texts = [_read_text(place, row, names[each]) for each in form]
+        return TextRecord(place, *texts) if form == ("text",) else PromptRecord(place, *texts)
     found = ", ".join(quote(name) for name in list(row)[:8]) or "none"
     raise ConfigError(f"{place} has no text to train on (its columns: {found}); {_FIX}")
 
@@ -161,6 +163,7 @@ def _checked_file(file: Path, reader: Callable[[Path], _Rows]) -> _Rows:
 
 def _read_lines(file: Path) -> _Rows:
     with file.open("rb") as opened:
+        _skip_mark(opened, file)
         number = 0
         while line := opened.readline(_LONGEST_LINE + 1):
             number += 1
@@ -173,13 +176,24 @@ def _read_lines(file: Path) -> _Rows:
 
 def _read_json(file: Path) -> _Rows:
     with file.open("rb") as opened:
+        _skip_mark(opened, file)
         is_list = opened.read(64).lstrip()[:1] == b"["
     if not is_list:
         yield from _read_lines(file)
         return
-    rows = _decode(read_bounded(file, _MOST_JSON_BYTES), str(file))
+    rows = _decode(read_bounded(file, _MOST_JSON_BYTES).removeprefix(codecs.BOM_UTF8), str(file))
     for number, row in enumerate(rows, 1):
         yield f"{file}, record {number}", row
+
+
+def _skip_mark(opened: BinaryIO, file: Path) -> None:
+    """Pass the mark that Windows programs begin a text with; refuse text that is no UTF-8 by its mark."""
+    found = opened.read(len(codecs.BOM_UTF8))
+    if found.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(
+            f"{file} is UTF-16, as PowerShell's > writes it; write UTF-8: | Out-File -Encoding utf8"
+        )
+    opened.seek(len(found) if found == codecs.BOM_UTF8 else 0)
 
 
 def _decode(content: bytes, place: str) -> Any:
@@ -197,6 +211,8 @@ def _decode(content: bytes, place: str) -> Any:
 def _read_csv(file: Path, delimiter: str) -> _Rows:
     before = csv.field_size_limit(_LONGEST_LINE)
     try:
+        with file.open("rb") as opened:
+            _skip_mark(opened, file)
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened, delimiter=delimiter, strict=True)
             try:
@@ -208,7 +224,8 @@ def _read_csv(file: Path, delimiter: str) -> _Rows:
                         raise ConfigError(f"{place} has other columns than the first line; {fix}")
                     yield place, row
             except csv.Error as error:
-                raise ConfigError(f"{file}, line {reader.line_num} is no CSV: {error}") from None
+                fix = 'text with commas, lines or quotes needs quotes around it, and "" for each quote in it'
+                raise ConfigError(f"{file}, line {reader.line_num} is no CSV: {error}; {fix}") from None
     finally:
         csv.field_size_limit(before)
 

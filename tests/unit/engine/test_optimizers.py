@@ -480,7 +480,10 @@ class MyAdam(torch.optim.Adam):
             "Rprop is not supported; choose one of torch.optim: SGD, Adam, ",
         ),
         (lambda p: MyAdam(p), "MyAdam is not supported"),
-        (lambda p: type("Adam", (torch.optim.Adam,), {})(p), "Adam is not supported"),
+        (
+            lambda p: type("Adam", (torch.optim.Adam,), {"__module__": "of.others"})(p),
+            "of.others.Adam is not",
+        ),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True of torch.optim.Adam"),
         (lambda p: torch.optim.SGD(p, lr=1.0, maximize=True), "maximize=True of torch.optim.SGD"),
         (

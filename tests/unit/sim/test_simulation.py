@@ -75,6 +75,18 @@ def test_a_hub_that_restarts_goes_on_with_what_its_nodes_have():
     assert world.recorder.spans[-1].samples > 0
 
 
+def test_a_hub_that_is_away_for_two_minutes_stops_nobody():
+    swarm = small_swarm()
+    trained = []
+    for reserve in (0.0, 120.0):
+        job = small_job(reserve_seconds=reserve)
+        world = play(swarm, joins(swarm), restarts=(200.0,), away_seconds=120.0, hours=0.1, job=job)
+        assert not world.recorder.notices[WorkLost.__name__]
+        trained.append(world.hub.ledger.num_counted)
+    rate = report_of(world, swarm)["totals"]["foreseen_samples_per_second"]
+    assert trained[1] - trained[0] > 0.8 * 120.0 * rate
+
+
 def test_evaluations_and_checkpoints_happen_while_it_trains():
     swarm = small_swarm()
     job = small_job(num_validation=80, evaluate_updates=40, checkpoint_every=60.0)

@@ -86,6 +86,8 @@ def test_before_a_job_there_is_something_to_show_too() -> None:
 
 def test_as_data_it_is_versioned_json() -> None:
     data = json.loads(json.dumps(status_to_dict(STATUS)))
+    assert data["eta_seconds"] is not None
+    assert data | {"eta_seconds": None} == json.loads(json.dumps(status_to_dict(STATUS, has_hub=False)))
     assert data["schema"] == "ravnest.status/2"
     assert (data["phase"], data["members"][1]["stage"], data["validation"]["odd"]) == ("training", 1, None)
 

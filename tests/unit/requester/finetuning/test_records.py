@@ -47,6 +47,22 @@ def test_a_list_in_a_json_file_and_a_list_of_dicts_are_read(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("d.jsonl", '{"text": "a"}\r\n'), ("d.json", '[{"text": "a"}]'), ("d.csv", "text\r\na\r\n")],
+)
+def test_the_mark_that_windows_puts_first_is_no_part_of_the_text(tmp_path, name, content):
+    file = write(tmp_path, name, content.encode("utf-8-sig"))
+    assert [record.text for record in read_records(file)] == ["a"]
+
+
+def test_in_a_table_of_several_forms_the_columns_that_are_filled_count():
+    chat = [{"role": "assistant", "content": "Hello"}]
+    forms = ({"text": "a"}, {"prompt": "p", "completion": "c"}, {"messages": chat})
+    rows = [dict.fromkeys(("text", "prompt", "completion", "messages")) | form for form in forms]
+    assert [type(record) for record in read_records(rows)] == [TextRecord, PromptRecord, ChatRecord]
+
+
 def test_columns_may_have_other_names(tmp_path):
     rows = [{"question": "q", "answer": "a"}]
     columns = {"prompt": "question", "completion": "answer"}
@@ -71,6 +87,9 @@ def test_columns_may_have_other_names(tmp_path):
         ("data.csv", "text\na,b\n", r"data.csv, line 2 has other columns"),
         ("data.csv", "prompt,completion\na\n", r"data.csv, line 2 has other columns"),
         ("data.csv", b"text\n\xff\xfe\n", r"data.csv is not text"),
+        ("data.csv", 'text\n"a\n', r"line 1 is no CSV: .*; text with commas, lines or quotes needs quotes"),
+        ("data.jsonl", '{"text": "a"}'.encode("utf-16"), r"data.jsonl is UTF-16, .*; write UTF-8"),
+        ("data.csv", "text\na\n".encode("utf-16"), r"data.csv is UTF-16, .*; write UTF-8"),
         ("data.doc", "", r"data.doc is of no known form by its name; give a file that ends in .jsonl"),
     ],
 )

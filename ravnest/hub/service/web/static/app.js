@@ -2,12 +2,13 @@
 
 import { confirmCheckpoint, confirmPause, confirmStop, hearNews, showInvitation } from "/static/actions.js";
 import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
+import { isInterrupted, isOver, measuredSpeed } from "/static/ending.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
 import { planView } from "/static/plan.js";
 import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
-import { isInterrupted, isOver, swarmView } from "/static/swarm.js";
+import { swarmView } from "/static/swarm.js";
 import { followTheme, forgetToken } from "/static/theme.js";
 import { trainingView } from "/static/training.js";
 
@@ -76,6 +77,7 @@ function share(run) {
 
 function drawSummary(run) {
   const training = run.training;
+  const measured = measuredSpeed(store);
   const done = training.num_total ? training.num_samples / training.num_total : 0;
   const predicted = run.plan ? `${speed(run.plan.samples_per_second)} predicted` : "";
   const hosting = run.nodes.filter((node) => node.cluster !== null).length;
@@ -84,7 +86,7 @@ function drawSummary(run) {
     ["trained", share(run), `epoch ${training.epoch} of ${count(training.num_epochs)}`],
     ["loss", number(training.loss), training.learning_rate === null ? "" : `learning rate ${number(training.learning_rate)}`],
     ["validation", best.length ? number(best[best.length - 1][1]) : "–", best.length ? `${best[best.length - 1][0]} after epoch ${training.validation_epoch}` : "none yet"],
-    ["samples/s", isOver(run) ? "–" : speed(training.samples_per_second), predicted],
+    ["samples/s", measured === null ? "–" : speed(measured), isOver(run) && measured !== null ? `on average${predicted && `, ${predicted}`}` : predicted],
     ["time left", isOver(run) ? "–" : duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
     ["nodes", count(run.nodes.length), `${hosting} in ${count(run.clusters.length)} cluster${run.clusters.length === 1 ? "" : "s"}`],
   ];

@@ -2,6 +2,7 @@
 
 import { read } from "/static/dialogs.js";
 import { el, fillFacts, keep, nodeLink, setClass, setText, setVar } from "/static/dom.js";
+import { isOver, measuredSpeed } from "/static/ending.js";
 import { bytes, duration, percent, rate, speed } from "/static/format.js";
 
 const HEADS = ["Stage", "Node", "Model", "Memory planned", "Busy", "Predicted", "Nearest limit", "Sends on"];
@@ -29,7 +30,7 @@ export function planView() {
   function update(store) {
     const run = store.run;
     empty.hidden = run.plan !== null;
-    fillFacts(facts, run.plan ? planFacts(run) : []);
+    fillFacts(facts, run.plan ? planFacts(store) : []);
     const rows = run.clusters.flatMap((cluster) =>
       cluster.stages.map((stage, index) => ({ key: `${cluster.name} ${index}`, label: `${cluster.name} ${index + 1}`, stage })),
     );
@@ -40,13 +41,15 @@ export function planView() {
   return { element, update };
 }
 
-function planFacts(run) {
+function planFacts(store) {
+  const run = store.run;
   const { plan, training } = run;
-  const measured = training.samples_per_second;
+  const measured = measuredSpeed(store);
+  const mean = isOver(run) ? " on average" : "";
   const share = measured && plan.samples_per_second ? ` (${percent(measured / plan.samples_per_second)} of the prediction)` : "";
   return [
     ["predicted", `${speed(plan.samples_per_second)} samples/s`],
-    ["measured", measured ? `${speed(measured)} samples/s${share}` : "–"],
+    ["measured", measured ? `${speed(measured)} samples/s${mean}${share}` : "–"],
     ["bottleneck", plan.bottleneck || "nothing stands out"],
     ["clusters", `${run.clusters.length}, each a whole copy of the model`],
     ["training effect of a sample", run.clusters.length > 1 ? `${percent(training.efficiency)} of that in one process` : "as in one process"],

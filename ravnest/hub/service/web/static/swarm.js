@@ -2,6 +2,7 @@
 
 import { lossChart, speedChart } from "/static/training.js";
 import { el, keep, nodeLink, setClass, setText, setTitle, setVar } from "/static/dom.js";
+import { isInterrupted, isOver } from "/static/ending.js";
 import { bytes, clock, percent, rate, speed } from "/static/format.js";
 
 const LATEST = 12;
@@ -71,16 +72,6 @@ export function swarmView() {
   }
 
   return view;
-}
-
-// Nothing moves any more: what is shown is how it was in the end.
-export function isOver(run) {
-  return run.phase === "finished" || !run.is_live;
-}
-
-// Read from a log whose hub neither finished nor runs.
-export function isInterrupted(run) {
-  return !run.is_live && run.phase !== "finished";
 }
 
 function isRoutine(news) {

@@ -2,6 +2,7 @@
 
 import { Chart } from "/static/charts.js";
 import { el, keep, nodeLink, setClass, setText, setTitle, setVar } from "/static/dom.js";
+import { isOver } from "/static/ending.js";
 import { clock, count, duration, number, speed } from "/static/format.js";
 
 const SHADES = ["--curve-1", "--curve-2", "--curve-3", "--curve-4"];
@@ -20,10 +21,11 @@ export function trainingView() {
     el("thead", {}, el("tr", {}, ...["Stage", "Node", "Lag", "Bound", "Share of the bound"].map((name) => el("th", { scope: "col" }, name)))),
     stages,
   );
+  const unknown = el("p", { class: "facts" }, "A log has no lag: only the page of a hub at work measures it.");
   const below = el(
     "div",
     { class: "charts" },
-    el("section", { class: "card" }, el("h2", {}, "Staleness of each stage"), stale),
+    el("section", { class: "card" }, el("h2", {}, "Staleness of each stage"), stale, unknown),
     el("section", { class: "card" }, el("h2", {}, "Rounds of averaging"), rounds, roundText),
     el("section", { class: "card" }, el("h2", {}, "Totals"), totals),
   );
@@ -37,6 +39,9 @@ export function trainingView() {
     last = store;
     addCharts(store, charts, grid);
     for (const chart of charts.values()) chart.update(store, choice);
+    const isMeasured = store.run.clusters.some((cluster) => cluster.stages.some((stage) => stage.lag !== null));
+    stale.hidden = !isMeasured && isOver(store.run);
+    unknown.hidden = !stale.hidden;
     updateStale(stages, store.run);
     updateRounds(rounds, roundText, store.run);
     updateTotals(totals, store.run);
@@ -98,7 +103,7 @@ function addCharts(store, charts, grid) {
       () => new Chart(name, [line(`train ${name}`, "training", 0), line(`validation ${name}`, "validation", 1, true)], { smooths: true }),
     ]),
     ["rate", () => new Chart("Learning rate", [line("learning_rate", "learning rate", 3)])],
-    ["lag", () => new Chart("Largest lag of a stage, in updates", [line("lag", "lag", 2)], { zero: true })],
+    ...(isOver(store.run) && !store.curves.lag?.points.length ? [] : [["lag", () => new Chart("Largest lag of a stage, in updates", [line("lag", "lag", 2)], { zero: true })]]),
   ];
   keep(
     grid,
@@ -162,6 +167,7 @@ function updateStale(body, run) {
 function updateRounds(box, text, run) {
   const { last, committed, aborted } = run.rounds;
   const shown = last.slice(-60);
+  box.hidden = shown.length === 0;
   const longest = Math.max(...shown.map((each) => each.seconds), 1e-9);
   keep(
     box,
@@ -179,7 +185,8 @@ function updateRounds(box, text, run) {
   const newest = last.length ? last[last.length - 1] : null;
   const tail = newest ? `; the last took ${duration(newest.seconds)}` : "";
   const predicted = run.plan ? `, ${duration(run.plan.round_seconds)} predicted` : "";
-  setText(text, `${count(committed)} committed, ${count(aborted)} aborted${tail}${newest ? predicted : ""}`);
+  const isAlone = !shown.length && run.clusters.length === 1;
+  setText(text, isAlone ? "None: a single cluster has nobody to average with." : `${count(committed)} committed, ${count(aborted)} aborted${tail}${newest ? predicted : ""}`);
 }
 
 function updateTexts(list, run) {
