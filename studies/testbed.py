@@ -41,7 +41,7 @@ class Simulated:
     num_seeds: int = 3
 
 
-SMALL = Simulated("lan:8", "gpt2", 400, 0.5, 60.0, 1)
+SMALL = Simulated("lan:8", "gpt2", 60, 1.0, 60.0, 1)
 
 
 def run(quick: bool, folder: Path) -> Study:
