@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench docs soak fuzz clean
+.PHONY: demo test check bench studies docs soak fuzz swarms clean
 
 demo: $(READY)
 	@scripts/demo
@@ -33,6 +33,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run transfer
 	$(BIN)/python -m benchmarks.run finetune
 	$(BIN)/python -m benchmarks.run dashboard
+	$(BIN)/python -m benchmarks.run stores
+
+studies: $(READY)
+	$(BIN)/python -m studies.run all
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak
@@ -43,11 +47,18 @@ fuzz: $(READY)
 	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=10000 $(BIN)/python -m pytest -q tests/properties/test_foreign_files.py
 	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=100000 $(BIN)/python -m pytest -q tests/properties/test_hostile_messages.py
 	RAVNEST_FUZZ=1 $(BIN)/python -m pytest -q --timeout=3600 tests/system tests/properties/test_hub_laws.py tests/properties/test_check_laws.py
+	$(MAKE) swarms
+
+# Laws of simulated swarms: so many seeds of so many home PCs each.
+SEEDS ?= 100
+NODES ?= 1000
+swarms: $(READY)
+	RAVNEST_SEEDS=$(SEEDS) RAVNEST_NODES=$(NODES) $(BIN)/python -m pytest -q tests/properties/test_simulation_laws.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf,postgres,s3]"
 	@touch $@

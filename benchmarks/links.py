@@ -77,7 +77,11 @@ class _Program:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there_reader, there_writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                there_reader, there_writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError:  # nobody is there any more: whoever dials finds this out as on a real link
+                writer.close()
+                return
             for pair in ((reader, there_writer), (there_reader, writer)):
                 for work in self._carry(address, *pair):
                     task = asyncio.create_task(work)

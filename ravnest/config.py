@@ -273,6 +273,18 @@ SEARCH_BUDGET = SearchBudget()
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveLimits:
+    """How much a cluster has ahead of the leases it is at, for a hub that is away."""
+
+    seconds: float = 120.0  # of work, at the rate that is foreseen
+    most_bytes: float = 64e6  # of samples, which wait in the memory of root and leaf
+    most_microbatches: int = 2048  # the hub hears of each of them when it is back
+
+
+RESERVE = ReserveLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverTimeouts:
     """How a node leaves without losing work; the hub and its peers must use the same numbers."""
 
@@ -387,6 +399,18 @@ class ProgramTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreTimeouts:
+    """How long a hub waits for a log in PostgreSQL and for a bucket."""
+
+    connect_seconds: float = 5.0  # a server answers who dials it within this time
+    answer_seconds: float = 10.0  # what is sent to the log is written within this time, or sent again
+    pause_seconds: float = 1.0  # between two tries
+    start_seconds: float = 30.0  # a hub that goes on waits so long for a server that just starts
+    patience_seconds: float = 600.0  # as long as peers wait for a hub; then it ends
+    bucket_seconds: float = 30.0  # a bucket may be silent so long
+
+
+@dataclass(frozen=True, slots=True)
 class Timeouts:
     """Every timeout of the package, by the part that waits."""
 
@@ -394,6 +418,7 @@ class Timeouts:
     peer: PeerTimeouts = PeerTimeouts()
     net: NetTimeouts = NetTimeouts()
     program: ProgramTimeouts = ProgramTimeouts()
+    store: StoreTimeouts = StoreTimeouts()
 
 
 TIMEOUTS = Timeouts()

@@ -51,6 +51,18 @@ class WireVersionError(ProtocolError):
     """A message of another version of ravnest: its sender is no liar, only older or newer."""
 
 
+class FencedOff(RavnestError):  # noqa: N818 - what happened, not that it is an error
+    """Another hub has taken this run over, so this one may write nothing more. Caught by the cli."""
+
+    exit_code = 9
+
+
+class BucketError(RavnestError):
+    """A bucket cannot be read or written. Whoever asked it says what that means for the run."""
+
+    exit_code = 3
+
+
 class LinkError(RavnestError):
     """A neighbour cannot be reached or does not answer. Retried, then repaired."""
 

@@ -51,6 +51,7 @@ COMPUTING: list[Command] = [
     (*PYTEST, "tests/unit"),
     (*PYTEST, "tests/properties"),
     ("scripts/docs",),
+    (sys.executable, "-m", "studies.run", "all", "--quick", "--json"),
     *map(benchmark, ("plan", "families", "capture", "noise", "stages", "hub")),
 ]
 NUM_LANES = 4

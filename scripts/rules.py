@@ -1,6 +1,6 @@
 """Rules that no other tool knows: no patches of the package, no name twice, no timeout outside config.py.
 
-Tests and benchmarks use private names of others ever less: how often they do is a number that only falls.
+Tests, benchmarks and studies use private names of others ever less: how often is a number that only falls.
 
     python scripts/rules.py [ROOT]
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "ravnest"
-CHECKED = ("tests", "benchmarks")  # where nothing of the package may be patched
+CHECKED = ("tests", "benchmarks", "studies")  # where nothing of the package may be patched
 FUNCTIONS = {"setattr", "delattr", "patch"}
 METHODS = FUNCTIONS | {"object", "multiple", "dict", "setitem", "delitem"}  # of monkeypatch and mock.patch
 MOST_PRIVATE = 75  # uses of private names of others in this repository; it falls with every one that goes
@@ -47,7 +47,7 @@ NUMERICS = {
 
 
 def find_patches(root: Path) -> Iterator[str]:
-    """Yield where tests or benchmarks assign to something of the package."""
+    """Yield where tests, benchmarks or studies assign to something of the package."""
     for folder in CHECKED:
         for file in sorted((root / folder).rglob("*.py")):
             tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def find_timeouts(root: Path) -> Iterator[str]:
 
 
 def find_private(root: Path, most: int) -> Iterator[str]:
-    """Yield the uses of others' private names by tests and benchmarks, if they are not as many as said."""
+    """Yield the uses of others' private names by what is checked, if they are not as many as said."""
     files = [file for folder in CHECKED for file in sorted((root / folder).rglob("*.py"))]
     used = [f"{file.relative_to(root)}:{line}: {name}" for file in files for line, name in _reached(file)]
     if len(used) > most:

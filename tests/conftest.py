@@ -1,6 +1,7 @@
 """One hypothesis profile for all laws: the same examples on every machine, and no clock.
 
-Tests that need root are skipped where that cannot be had, unless RAVNEST_NEEDS_FAULTS says that it must.
+Tests that need root or PostgreSQL are skipped where that cannot be had, unless RAVNEST_NEEDS_FAULTS says that
+it must.
 """
 
 import functools
@@ -10,6 +11,8 @@ import subprocess
 
 import pytest
 from hypothesis import settings
+
+from tests.support.store_servers import find_postgres
 
 settings.register_profile("ravnest", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("ravnest")
@@ -27,12 +30,13 @@ LONG_SECONDS = 600.0  # against what hangs, not against what is slow: a PC may h
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_root: makes networks and mounts disks")
+    config.addinivalue_line("markers", "needs_postgres: starts PostgreSQL")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("needs_root") is None:
-        return
-    missing = find_missing()
+    missing = find_missing() if item.get_closest_marker("needs_root") else ""
+    if item.get_closest_marker("needs_postgres") and find_postgres() is None:
+        missing = "PostgreSQL is not installed here (Debian: postgresql)"
     if missing and os.environ.get("RAVNEST_NEEDS_FAULTS"):
         pytest.fail(f"{missing}; RAVNEST_NEEDS_FAULTS is set, so this is not skipped", pytrace=False)
     if missing:

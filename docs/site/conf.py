@@ -16,7 +16,13 @@ author = "The Ravnest maintainers"
 copyright = f"{author}; MIT licence"  # noqa: A001 - Sphinx names it
 root_doc = "docs/index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "made_pages"]
-include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md", "benchmarks/reports/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/decisions/*.md",
+    "docs/studies/*.md",
+    "benchmarks/reports/*.md",
+]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block"]

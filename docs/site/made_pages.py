@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 # A checkout lists a folder; a site needs a page.
-FOLDERS = {"docs/decisions/": "docs/decisions/README.md", "benchmarks/reports/": "docs/benchmarks.md"}
+FOLDERS = {
+    "docs/decisions/": "docs/decisions/README.md",
+    "docs/studies/": "docs/studies/README.md",
+    "benchmarks/reports/": "docs/benchmarks.md",
+}
 MARK = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
-DECISIONS = "docs/decisions/README"
+LISTS = {"docs/decisions/README": "[0-9]*", "docs/studies/README": "[a-z]*"}  # and what each lists
 HELP_COLUMNS = 100
 
 
@@ -76,8 +80,8 @@ MADE: dict[str, Callable[[], str]] = {"commands": show_commands, "api": show_api
 
 def complete(_: Any, page: str, source: list[str]) -> None:
     """Put in what a page asks for, and lead links to folders to their pages."""
-    if page == DECISIONS:
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n"
+    if page in LISTS:
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{LISTS[page]}\n```\n"
     text = MARK.sub(lambda mark: MADE[mark[1]](), source[0])
     for folder, listed in FOLDERS.items():
         text = text.replace(f"]({folder})", f"]({listed})")

@@ -84,7 +84,8 @@ def program() -> None:
     \b
     Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 a file or value is not
     usable, 4 the hub cannot be reached, 5 it refuses, 6 the nodes cannot
-    hold the model, 7 stopped by a guard, 130 stopped by Ctrl-C.
+    hold the model, 7 stopped by a guard, 9 another hub has taken the run
+    over, 130 stopped by Ctrl-C.
     """
 
 

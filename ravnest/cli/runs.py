@@ -25,11 +25,12 @@ def status(folder: str | None, as_json: bool) -> None:
 
     from ravnest.hub.service.event_log import read_status
     from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_stores import find_log
     from ravnest.views.live import show_status, status_to_dict
 
     place = find_run(folder)
     is_running = read_hub_file(place).process is not None
-    found = read_status(place)
+    found = read_status(find_log(place))
     if as_json:
         document = {
             **status_to_dict(found, has_hub=is_running),
@@ -141,12 +142,13 @@ def dashboard(folder: str | None, beside: tuple[str, ...], at: str, as_json: boo
     from ravnest.hub.service.web.documents import API_SCHEMA
     from ravnest.net.identity import read_address
     from ravnest.requester.run_folder import find_run, read_hub_file
+    from ravnest.requester.run_stores import find_log
 
     place, timeouts = find_run(folder), find_parts().timeouts
 
     def follow(found: Path) -> LogFollower:
-        read_hub_file(found)  # a folder that holds no run is refused now
-        return LogFollower(found, lambda: read_hub_file(found).process is not None, timeouts)
+        log = find_log(found)  # a folder that holds no run is refused now
+        return LogFollower(log, lambda: read_hub_file(found).process is not None, timeouts)
 
     follower, others = follow(place), {other: follow(Path(other)) for other in beside}
     where = read_address(at, is_own=True) if at else ""

@@ -21,11 +21,13 @@ from ravnest.units import show_count
 if TYPE_CHECKING:
     from ravnest.hub.coordinator.events import JobGiven
     from ravnest.plan.types import Swarm
-    from ravnest.sim.churn import Change
+    from ravnest.sim.churn import AnyChange
     from ravnest.sim.run import SimulationSettings
     from ravnest.sim.world import World
 
 _MOST_HOURS = 24.0 * 30
+_MOST_NOISE = 3.0  # a link is 20 times as slow, or as fast, one time in three
+_MOST_AWAY = 3600.0  # seconds
 
 
 @click.command()
@@ -56,10 +58,21 @@ _MOST_HOURS = 24.0 * 30
     help="Nodes go so many times as often as their uptimes say (0: never), or as a trace file says.",
 )
 @click.option(
+    "--link-noise",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="SPREAD",
+    help="Every link changes about every ten minutes, by exp(SPREAD x normal noise).",
+)
+@click.option(
     "--hub-upload", default="40 Mbit/s", show_default=True, metavar="RATE", help="What the hub can send."
 )
 @click.option(
     "--restart-hub", type=float, multiple=True, metavar="MINUTE", help="Kill the hub then. Repeatable."
+)
+@click.option(
+    "--hub-away", type=float, default=5.0, show_default=True, metavar="SECONDS", help="For so long."
 )
 @click.option("--checkpoint-every", type=float, metavar="MINUTES", help="Keep the weights so often.")
 @plan_options
@@ -74,8 +87,10 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
     updates: int,
     seed: int,
     churn: str,
+    link_noise: float,
     hub_upload: str,
     restart_hub: tuple[float, ...],
+    hub_away: float,
     checkpoint_every: float | None,
     wishes: PlanWishes,
     as_json: bool,
@@ -91,7 +106,9 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
 
     if (nodes is None) == (population is None):
         raise click.UsageError("Give either --nodes FILE or --population KIND:COUNT, one of the two.")
-    _check_numbers(hours, batch, updates, seed)
+    _check_numbers(hours, batch, updates, seed, link_noise)
+    if not 0.0 <= hub_away <= _MOST_AWAY:
+        raise ConfigError(f"--hub-away {hub_away:g} is no time away; choose 0 to {_MOST_AWAY:g} seconds")
     wanted = SimulationSettings(
         hours,
         seed,
@@ -99,11 +116,12 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
         updates,
         checkpoint_seconds=None if checkpoint_every is None else 60.0 * checkpoint_every,
         restarts=tuple(60.0 * minute for minute in sorted(restart_hub)),
+        away_seconds=hub_away,
     )
     config, profile = wishes.read(base_plan(hub_upload)), read_model(model, None)
     swarm = read_nodes(nodes, population, seed)
     click.echo(f"simulating {hours:g} h of {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
-    changes = _read_changes(churn, swarm, seed, hours)
+    changes = _read_changes(churn, swarm, seed, hours, link_noise)
     report = _run(make_job(profile, config, wanted), swarm, changes, wanted)
     if plot_file is not None:
         from ravnest.views.simulation import draw_simulation
@@ -118,7 +136,7 @@ def simulate(  # noqa: PLR0913 - click passes one argument per option
         print_parts(lambda _: show_simulation(report))
 
 
-def _check_numbers(hours: float, batch: int, updates: int, seed: int) -> None:
+def _check_numbers(hours: float, batch: int, updates: int, seed: int, link_noise: float) -> None:
     if not 0.0 < hours <= _MOST_HOURS:
         raise ConfigError(
             f"--hours {hours:g} cannot be simulated; choose more than 0, {_MOST_HOURS:g} at most"
@@ -129,22 +147,29 @@ def _check_numbers(hours: float, batch: int, updates: int, seed: int) -> None:
         raise ConfigError(f"--updates {updates} is no length of a job; choose 1 or more")
     if seed < 0:
         raise ConfigError(f"--seed {seed} is negative; choose 0 or more")
+    if not 0.0 <= link_noise <= _MOST_NOISE:
+        raise ConfigError(
+            f"--link-noise {link_noise:g} cannot be simulated; choose 0 or more, {_MOST_NOISE:g} at most"
+        )
 
 
-def _read_changes(churn: str, swarm: "Swarm", seed: int, hours: float) -> "tuple[Change, ...]":
-    from ravnest.sim.churn import made_up_changes, read_trace
+def _read_changes(
+    churn: str, swarm: "Swarm", seed: int, hours: float, link_noise: float
+) -> "tuple[AnyChange, ...]":
+    from ravnest.sim.churn import made_up_changes, made_up_link_changes, read_trace
 
+    links = made_up_link_changes(swarm, seed, hours, link_noise)
     try:
         times = float(churn)
     except ValueError:
-        return read_trace(read_text(churn, find_parts().max_file_bytes), churn, swarm)
+        return (*read_trace(read_text(churn, find_parts().max_file_bytes), churn, swarm), *links)
     if not 0.0 <= times <= 1e6:
         raise ConfigError(f"--churn {churn} is no number of times; choose 0 or more, or give a trace file")
-    return made_up_changes(swarm, seed, hours, times)
+    return (*made_up_changes(swarm, seed, hours, times), *links)
 
 
 def _run(
-    job: "JobGiven", swarm: "Swarm", changes: "tuple[Change, ...]", wanted: "SimulationSettings"
+    job: "JobGiven", swarm: "Swarm", changes: "tuple[AnyChange, ...]", wanted: "SimulationSettings"
 ) -> dict[str, object]:
     """Simulate; say now and then how far it is, and in the end what the hub took."""
     from dataclasses import replace

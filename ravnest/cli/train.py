@@ -49,6 +49,8 @@ class HubPlace:
     nodes: int
     num_local: int
     upload: str | None = None  # what the hub's line can send, as text
+    store: str = ""  # where its log and its checkpoints are, beside its folder
+    blobs: str = ""
 
     def __post_init__(self) -> None:
         for option, number in (("--nodes", self.nodes), ("--local", self.num_local)):
@@ -146,6 +148,10 @@ _SCHEMA = "ravnest.hub/1"
 @click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
 @click.option(
+    "--store", default="", metavar="URL", help="Log in PostgreSQL: postgresql://USER@HOST/DATABASE."
+)
+@click.option("--blobs", default="", metavar="URL", help="Checkpoints in a bucket, too: s3://BUCKET/PREFIX.")
+@click.option(
     "--hub-upload", metavar="RATE", help="What this PC can send, like '40 Mbit/s': plans then spare its line."
 )
 @plan_options
@@ -162,6 +168,8 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     folder: str | None,
     out: str | None,
     resume: bool,
+    store: str,
+    blobs: str,
     hub_upload: str | None,
     wishes: PlanWishes,
     dashboard: bool | str,
@@ -172,13 +180,15 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     """Open a hub for a job; others join with the line it prints. Then it trains and saves the weights.
 
     Ctrl-C, or `ravnest stop`, ends the training early and keeps what was trained; twice, it ends at once.
+    With --store and --blobs, a PC that has the same hub.json goes on with --resume; a hub that this takes the
+    run from ends with 9.
 
     \b
     ravnest hub model.py:job --nodes 3
     ravnest hub model.py:job --public hub.example.org:7700 --local 1
     """
     run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA, dashboard, verbose)
-    where = HubPlace(listen, public, nodes, num_local, hub_upload)
+    where = HubPlace(listen, public, nodes, num_local, hub_upload, store, blobs)
     result, file = serve_hub(lambda: _load(place), where, run)
     report(result, file, _SCHEMA, as_json)
 
@@ -209,6 +219,8 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
             tell=view.tell,
             look=view.look,
             dashboard=run.dashboard,
+            store=place.store,
+            blobs=place.blobs,
             parts=find_parts().hub_parts,
         )
         with opening as opened:

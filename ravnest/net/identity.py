@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from typing import Annotated
 
@@ -28,6 +29,7 @@ INVITATION_BYTES = 8
 EVERYBODY = bytes(INVITATION_BYTES)  # the invitation that names nobody
 KEY_BYTES, PROOF_BYTES = 40, 32
 _ID_CHARACTERS = 20  # 100 bits
+_MOST_KNOWN = 16_384  # ids that need not be computed again: a hub tells each key to many
 _LENGTH_BYTES = 2
 _CHECKSUM_BYTES = 4
 _MOST_CHARACTERS = 1 << 17  # its length in bytes has two bytes
@@ -59,6 +61,7 @@ def load_keys(secret: bytes) -> KeyPair:
         raise ConfigError("the secret key is damaged: delete it to get a new identity") from None
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def peer_of(key: PublicKey) -> PeerId:
     """Return the id of the peer that holds this key."""
     return PeerId(_to_text(sha256(b"ravnest peer" + z85.decode(key)).digest())[:_ID_CHARACTERS])

@@ -33,12 +33,14 @@ from ravnest.peer.compute_protocol import (
     ComputeSetup,
     Delivered,
     FromCompute,
+    HubLink,
     ProviderLimits,
     SnapshotWritten,
     StageBuilt,
 )
 from ravnest.peer.connections import Connections, PlannedPeer
 from ravnest.peer.content import Fetcher
+from ravnest.peer.lease_reserve import SaidToHub
 from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
@@ -60,6 +62,7 @@ from ravnest.protocol.membership import (
     Hello,
     Leave,
     ProbeOrder,
+    Recounted,
     Refused,
     Stop,
     Welcome,
@@ -84,6 +87,7 @@ from ravnest.protocol.training import (
     FieldParts,
     Gradient,
     LearningRate,
+    LeaseBegin,
     LeaseGrant,
     Pace,
     StepReport,
@@ -104,6 +108,7 @@ _OfHub = (
     | SketchOrder
     | BackupOrder
     | LeaseGrant
+    | LeaseBegin
     | FieldParts
     | LearningRate
     | RoundOpen
@@ -197,6 +202,7 @@ class Agent:
         self._order: PlanOrder | None = None
         self._held_build_id = 0  # of the stage that is built, or held
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
+        self._said = SaidToHub()
         around = (self._start, lambda: self._peers, self._send, compute.put, self._fail)
         self._fetcher = Fetcher(*around, self._writer, timeouts.peer, offer.folder)
         self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._drop_link)
@@ -293,8 +299,7 @@ class Agent:
                     self._hub_address = address or self._hub_address
                     self._stop_patience()
                     self._outbox.resume(HUB, is_new=is_new)
-                    if is_new:
-                        self._say_hello()
+                    self._find_hub(is_new=is_new)
                 case LinkUp(peer, _, address):
                     self._connections.record_link(peer, address)
                 case DialFailed():
@@ -304,6 +309,8 @@ class Agent:
                     self._tried = {self._hub_address: reason}
                     self._outbox.pause(HUB)
                     self._start_patience()
+                    self._said.lose_hub()
+                    self._compute.put(HubLink(is_up=False))
                 case LinkDown(peer, reason):
                     logger.info("a neighbour is lost: %s; dialling it again", reason)
                     self._connections.record_loss(peer)
@@ -316,6 +323,20 @@ class Agent:
         elif self._tried.get(failed.address) != failed.reason:
             self._tried[failed.address] = failed.reason
             logger.info("no way to the hub at %s yet: %s", failed.address, failed.reason)
+
+    def _find_hub(self, *, is_new: bool) -> None:
+        """Go on with the hub; to one that was started anew say who is here and what was trained.
+
+        That one makes another plan. Until it is here, the stage goes on as without a hub.
+        """
+        if is_new:
+            self._say_hello()
+            for outgoing in self._said.say_again(self._build_id):
+                self._outbox.post(outgoing)
+            self._outbox.post(Outgoing(HUB, Recounted(self._build_id)))
+            return
+        self._said.find_hub()
+        self._compute.put(HubLink(is_up=True))
 
     def _say_hello(self) -> None:
         """Ask to join; loopback addresses are told only if the hub is on the same PC."""
@@ -426,6 +447,7 @@ class Agent:
             self._fetcher.forget(StageParts)
             self._held_build_id = 0
         self._connect(order)
+        self._said.find_hub()
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
         logger.info("plan %d: %s", order.plan_id, part)
@@ -461,4 +483,5 @@ class Agent:
             self._fail(error)
 
     def _send(self, outgoing: Outgoing) -> None:
+        self._said.record(outgoing)
         self._outbox.post(outgoing)

@@ -185,6 +185,11 @@ class Averager:
             return self._round is not None  # before, this stage trains its share
         return self._order is not None and self._order.is_blocking
 
+    def train_beside(self) -> None:
+        """Let training go on beside the round under way: nobody says now how it ends."""
+        if self._order is not None and not self._order.sums_gradients:
+            self._order = replace(self._order, is_blocking=False)
+
     @property
     def deadline(self) -> float | None:
         """When `tick` is due next."""

@@ -23,6 +23,7 @@ from ravnest.peer.compute_protocol import (
     ComputeSetup,
     Delivered,
     FromCompute,
+    HubLink,
     Probe,
     SnapshotWritten,
     StageBuilt,
@@ -222,7 +223,7 @@ class _ComputeFailed(_Head, frozen=True, tag="ComputeFailed"):
 
 _PLAIN: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (SurveyOrder, StartOrder, StatusQuery, Surveyed, Alive, Remark, FencesClosed)
+    for kind in (HubLink, SurveyOrder, StartOrder, StatusQuery, Surveyed, Alive, Remark, FencesClosed)
 }
 _RECORDS = {name: bounded_record(kind, tag=name) for name, kind in _PLAIN.items()}
 _TO_COMPUTE = msgspec.msgpack.Decoder(
@@ -231,6 +232,7 @@ _TO_COMPUTE = msgspec.msgpack.Decoder(
         _Delivered,
         _Build,
         _Probe,
+        _RECORDS["HubLink"],
         _RECORDS["SurveyOrder"],
         _RECORDS["StartOrder"],
         _RECORDS["StatusQuery"],
@@ -280,7 +282,7 @@ def pack_item(item: BorderItem) -> Frame:
             return _pack_plain(item)
 
 
-def _pack_plain(item: ControlOrder | ControlReport) -> Frame:
+def _pack_plain(item: HubLink | ControlOrder | ControlReport) -> Frame:
     try:
         return _frame(msgspec.convert(item, _RECORDS[type(item).__name__], from_attributes=True))
     except (msgspec.MsgspecError, ValueError) as problem:
@@ -314,7 +316,7 @@ def unpack_order(frame: Frame) -> ToCompute | ControlOrder:
             (blueprint,) = _expect(buffers, 1, "Probe")
             return Probe(_unpack(report, (), ProbeReport), bytes(blueprint))
         case _:
-            asked: ControlOrder = _to_plain(head, frame)
+            asked: HubLink | ControlOrder = _to_plain(head, frame)
             return asked
 
 

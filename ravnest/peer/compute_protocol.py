@@ -74,7 +74,14 @@ class Delivered:
     sender: NodeId
 
 
-ToCompute = PlanOrder | RingOrder | SnapshotOrder | Build | Probe | Delivered
+@dataclass(frozen=True, slots=True)
+class HubLink:
+    """Whether the hub is there: without it a stage trains what it has."""
+
+    is_up: bool
+
+
+ToCompute = PlanOrder | RingOrder | SnapshotOrder | Build | Probe | Delivered | HubLink
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ravnest.peer.compute_protocol import (
     Build,
     Delivered,
     FromCompute,
+    HubLink,
     Probe,
     SnapshotWritten,
     StageBuilt,
@@ -27,6 +28,7 @@ from ravnest.peer.compute_protocol import (
     WrittenBlob,
     name_file,
 )
+from ravnest.peer.lease_reserve import RootReserve
 from ravnest.peer.stage_builder import HeldStage, StageBuilder
 from ravnest.peer.worker import Worker
 from ravnest.protocol.averaging import (
@@ -62,6 +64,7 @@ from ravnest.protocol.training import (
     FieldParts,
     Gradient,
     LearningRate,
+    LeaseBegin,
     LeaseGrant,
     Pace,
     StepReport,
@@ -86,6 +89,7 @@ class RunningStage:
         self._late_round: RoundOpen | None = None  # it begins when all that was trained can be in it
         self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
         self._was_text = False  # the last piece of work
+        self._reserve = RootReserve()
 
     def receive(  # noqa: C901, PLR0912 - one short case for each message
         self, message: Message, buffers: Sequence[Buffer], sender: NodeId
@@ -93,8 +97,13 @@ class RunningStage:
         """Pass a message to its handler; return what to send at once. ProtocolError means a wrong sender."""
         worker, averager, tied = self.worker, self.averager, self.worker.tied
         match message:
+            case LeaseGrant(is_ahead=True):
+                return self._reserve.add(message) or ()
             case LeaseGrant():
                 return worker.start_lease(message) or ()
+            case LeaseBegin():
+                found = self._reserve.pop(message.lease)
+                return (found if isinstance(found, Refusal) else worker.start_lease(found)) or ()
             case FieldParts():
                 return worker.receive_fields(message, buffers) or ()
             case Activation():
@@ -151,7 +160,7 @@ class RunningStage:
         """Begin a round, as soon as all that was trained can be in it."""
         if order.is_final:
             self.worker.close_update()
-        if order.is_blocking:
+        if order.is_blocking and not (self._reserve.has_lost_hub and not order.sums_gradients):
             # All that was trained must be in the average: tied weights may wait for other stages. And a
             # microbatch that begins after it shall see the average, and nothing newer: so it can be checked.
             is_ready = self.worker.tied.is_settled and (order.sums_gradients or not self.worker.is_midway)
@@ -159,7 +168,10 @@ class RunningStage:
             if self._late_round is not None:
                 return ()
         self._training_seconds = self._averaging_seconds = 0.0
-        return self.averager.open(order)
+        outgoing = self.averager.open(order)
+        if self._reserve.has_lost_hub:
+            self.averager.train_beside()
+        return outgoing
 
     def _commit_round(self, commit: RoundCommit) -> StageAnswer:
         was_blocking = self.averager.is_blocking and not self.worker.is_exact
@@ -184,9 +196,17 @@ class RunningStage:
             return answer
         return [*answer, *self._open_round(self._late_round)]
 
+    def follow_hub(self, *, is_lost: bool) -> None:
+        """Train on without the hub, or with it again: a round that is open then does not hold training up."""
+        self._reserve.follow_hub(is_lost=is_lost)
+        if is_lost:
+            self.averager.train_beside()
+
     def rearrange(self, order: RingOrder) -> list[Outgoing]:
         """Train on, and average in other rings."""
         self._late_round = None
+        if order.is_exact:
+            self._reserve.clear()  # a gradient round needs the hub
         return self.averager.rearrange(order)
 
     def next_work(self) -> Iterator[Outgoing] | None:
@@ -218,6 +238,9 @@ class RunningStage:
         averaging = self._average() if is_first or is_blocked else None
         if averaging is not None:
             return averaging
+        schedule = self.worker.schedule
+        if schedule.next_input is None and (ahead := self._reserve.pop_next(is_idle=schedule.is_empty)):
+            self.worker.start_lease(ahead)
         work = self.worker.flush() if is_blocked else self.worker.next_work()
         if work is None:
             return self._average()
@@ -330,6 +353,7 @@ class StageHost:
         self._held: HeldStage | None = None  # of the stage before, until the next is built
         self._frozen: frozenset[str] = frozenset()  # names, of the stage that was built last
         self._snapshot_orders: list[SnapshotOrder] = []  # until the stage can be saved
+        self._has_lost_hub = False  # since the plan before
 
     @property
     def stage(self) -> RunningStage | None:
@@ -364,6 +388,9 @@ class StageHost:
             case SnapshotOrder():
                 self._snapshot_orders.append(item)
                 return self._save_if_ordered()
+            case HubLink():
+                self._follow_hub(is_lost=not item.is_up)
+                return ()
 
     def _deliver(self, item: Delivered) -> Iterable[FromCompute | SavedStage]:
         kind = type(item.message).__name__
@@ -380,8 +407,14 @@ class StageHost:
             return ()
         return [*answer, *self._save_if_ordered()]
 
+    def _follow_hub(self, *, is_lost: bool) -> None:
+        self._has_lost_hub = is_lost
+        if self._stage is not None:
+            self._stage.follow_hub(is_lost=is_lost)
+
     def _end_stage(self, order: PlanOrder) -> None:
         """End the stage; hold its state, unless the new plan has no stage for this node."""
+        self._has_lost_hub = False
         if order.stage is None:
             self._held = None
         elif self._stage is not None:
@@ -394,6 +427,7 @@ class StageHost:
         if isinstance(built, StageMissing):
             return Outgoing(HUB, built)
         self._stage, self._held = RunningStage(*built, self._clock), None
+        self._stage.follow_hub(is_lost=self._has_lost_hub)
         self._frozen = built[0].frozen
         return StageBuilt(item.parts.build_id)
 

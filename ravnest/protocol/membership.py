@@ -82,6 +82,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Recounted:
+    """A peer has said again, to a hub that was started anew, what that may not have heard."""
+
+    build_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Complaint:
     """A neighbour sends what fits nothing: no stage can train beside it."""
 
@@ -97,4 +104,4 @@ class Stop:
     reason: str
 
 
-MembershipMessage = Hello | Welcome | Refused | Leave | Complaint | Stop
+MembershipMessage = Hello | Welcome | Refused | Leave | Recounted | Complaint | Stop

@@ -31,6 +31,15 @@ class LeaseGrant:
     first_microbatch: MicrobatchId
     num_samples: tuple[int, ...]
     recheck: Recheck | None = None  # its one microbatch is what another cluster has trained
+    is_ahead: bool = False  # the root begins it when the hub says so, or when the hub is lost
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBegin:
+    """The root begins a lease that it got ahead."""
+
+    build_id: int
+    lease: LeaseId
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,4 +140,6 @@ class LearningRate:
     rate: float
 
 
-TrainingMessage = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedMicrobatch | StepReport
+TrainingMessage = (
+    LeaseGrant | LeaseBegin | LeaseDone | FieldParts | Activation | Gradient | DroppedMicrobatch | StepReport
+)

@@ -12,11 +12,11 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -153,7 +153,7 @@ def parse_manifest(content: bytes, number: int, key: bytes = b"") -> Manifest:
 
     With a key, only what was signed with it is read: it names all files by their hashes.
     """
-    sealed = decode_json(content, _Sealed, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
+    sealed = decode_json(content, _Sealed, MANIFEST, MOST_MANIFEST_BYTES, ValueError)
     if sealed.format != MANIFEST_FORMAT:
         other = "an older" if sealed.format < MANIFEST_FORMAT else "a newer"
         formats = f"it says format {sealed.format}, this one reads format {MANIFEST_FORMAT}"
@@ -165,7 +165,7 @@ def parse_manifest(content: bytes, number: int, key: bytes = b"") -> Manifest:
     ):
         fix = "to begin with its weights all the same, give the Job weights= its folder"
         raise ValueError(f"{MANIFEST} was not signed with the key of this run's hub.json; {fix}")
-    manifest = decode_json(sealed.manifest, Manifest, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
+    manifest = decode_json(sealed.manifest, Manifest, MANIFEST, MOST_MANIFEST_BYTES, ValueError)
     if not number == sealed.number == manifest.books.number:
         raise ValueError(f"{MANIFEST} is that of checkpoint {manifest.books.number:06d}")
     borders = [(0, 0), *((entry.start, entry.stop) for entry in manifest.parts)]
@@ -208,13 +208,20 @@ _NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
 _HIDDEN = re.compile(rf"\.({_NUMBER.pattern})\.unfinished")
 INDEX = "model.safetensors.index.json"  # which file has which weight, for other programs
 _OURS = re.compile(rf"part-[0-9]+(-[0-9]+-of-[0-9]+)?\.safetensors|{re.escape(MANIFEST)}|{re.escape(INDEX)}")
-_MOST_MANIFEST_BYTES = 64_000_000
+MOST_MANIFEST_BYTES = 64_000_000
 _PIECE_BYTES = 64 << 20  # at once, of content that may be a mapped file
 _OPTIMIZER = "optimizer/"  # before the names of what an optimizer keeps
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _log = logging.getLogger(__name__)
 
 Part = tuple[int, int, Buffer]  # a stage's interval [start, stop), its state as safetensors
+
+
+class Mirror(Protocol):
+    """Another place that has the checkpoints of a folder, too."""
+
+    def send(self, number: int, place: Path, kept: Collection[int]) -> None:
+        """Send one that was just written, and remove those that are not kept; or raise CheckpointError."""
 
 
 class CheckpointError(RavnestError):
@@ -252,8 +259,10 @@ class Checkpoints:
         is_lasting: bool = True,
         max_shard_bytes: int = SHARD_BYTES,
         key: bytes = b"",
+        mirror: Mirror | None = None,
     ) -> None:
         assert keep >= 1, keep
+        self._mirror = mirror
         self._key = key  # what manifests are signed with; without one they are only sealed
         self._max_shard_bytes = max_shard_bytes
         self.is_lasting = is_lasting  # the folder stays when the run has ended
@@ -322,6 +331,8 @@ class Checkpoints:
             reason = _explain(error, self._place, needed)
             raise CheckpointError(f"{refused}: {reason}; older checkpoints are as they were") from error
         self._prune()
+        if self._mirror is not None:
+            self._mirror.send(number, place, self._numbers())
         return place
 
     def open(self, number: int) -> Checkpoint:
@@ -441,6 +452,11 @@ def _part_names(index: int, num_shards: int) -> list[str]:
     return [f"part-{index}.safetensors"] if num_shards == 1 else name_shards(f"part-{index}", num_shards)
 
 
+def list_files(manifest: Manifest) -> list[tuple[str, int]]:
+    """Return the files with tensors, by name and size."""
+    return [(name, ref.size_bytes) for _, name, ref in _name_files(manifest)]
+
+
 def _name_files(manifest: Manifest) -> Iterator[tuple[int, str, BlobRef]]:
     """Yield every file with the number of its part and its hash."""
     for index, entry in enumerate(manifest.parts):
@@ -464,9 +480,9 @@ def _read_manifest(folder: Path, number: int, key: bytes) -> Manifest:
     file = folder / MANIFEST
     if folder.is_dir() and not file.is_file():
         raise ValueError(f"{MANIFEST} is missing")
-    if file.stat().st_size > _MOST_MANIFEST_BYTES:
-        raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_MANIFEST_BYTES)}")
-    return parse_manifest(read_bytes(file, _MOST_MANIFEST_BYTES), number, key)
+    if file.stat().st_size > MOST_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST} has more than {show_bytes(MOST_MANIFEST_BYTES)}")
+    return parse_manifest(read_bytes(file, MOST_MANIFEST_BYTES), number, key)
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

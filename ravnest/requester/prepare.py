@@ -10,6 +10,7 @@ from typing import cast
 
 from ravnest.config import (
     EXACT_FORMATS,
+    RESERVE,
     Averaging,
     FrozenFormat,
     Mean,
@@ -28,6 +29,7 @@ from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.capture.capture import Captured
 from ravnest.model.stage.profile import has_channels, measure
 from ravnest.plan.sharing import STATISTICS_SAMPLES
+from ravnest.plan.types import ModelProfile
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -110,7 +112,15 @@ def prepare(
         books = owner.go_on_from(start)
     tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
+    settings = _size_reserve(settings, profile)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _size_reserve(settings: JobSettings, profile: ModelProfile) -> JobSettings:
+    """Let clusters have samples ahead, as many as fit where they enter and where they are compared."""
+    widest = max(profile.crossing_bytes[0], profile.crossing_bytes[-1]) / profile.samples_per_batch
+    most = int(RESERVE.most_bytes // max(widest, 1.0))
+    return replace(settings, reserve_seconds=RESERVE.seconds, reserve_samples=most)
 
 
 def _check_settings(job: Job, plan: PlanConfig) -> None:

@@ -62,6 +62,8 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channel_port: Annotated[int, Meta(ge=0, le=65535)] = (
         0  # on loopback, where it hears its requester while it trains
     )
+    store: Annotated[str, Meta(max_length=2048)] = ""  # where its log is, if not here; without a password
+    blobs: Annotated[str, Meta(max_length=2048)] = ""  # where its checkpoints are, too
 
     def __repr__(self) -> str:
         return f"HubFile(addresses={self.addresses}, pid={self.pid}, job={self.job!r})"
@@ -70,6 +72,11 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def keys(self) -> KeyPair:
         """The hub's key pair."""
         return load_keys(self.secret_key)
+
+    @property
+    def log_name(self) -> str:
+        """What its log is called in a database that several hubs share."""
+        return blake3(self.keys.public).hexdigest(16)
 
     @property
     def checkpoint_key(self) -> bytes:
@@ -148,17 +155,24 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
     found = [file for file in folder.glob("hub.sqlite*") if file.is_file()]
     found += [place for place in folder.glob(CHECKPOINTS) if with_checkpoints]
     if found:
-        number = next(number for number in range(1, 10_000) if not (folder / f"earlier-{number}").exists())
-        (folder / f"earlier-{number}").mkdir()
+        earlier = make_earlier(folder)
         for file in found:
-            file.replace(folder / f"earlier-{number}" / file.name)
+            file.replace(earlier / file.name)
         if with_checkpoints:
             logger.warning(
-                "%s held a run that had not ended: it is kept in earlier-%d, and a new one begins; "
+                "%s held a run that had not ended: it is kept in %s, and a new one begins; "
                 "--resume would have gone on with it",
                 folder,
-                number,
+                earlier.name,
             )
+
+
+def make_earlier(folder: Path) -> Path:
+    """Make a place in a folder for what is set aside."""
+    names = (folder / f"earlier-{number}" for number in range(1, 10_000))
+    made = next(name for name in names if not name.exists())
+    made.mkdir()
+    return made
 
 
 def write_hub_file(folder: Path, content: HubFile) -> None:

@@ -42,7 +42,6 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.planner import NOBODY
 from ravnest.hub.service.admission import Admission
-from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.guests import Guests, GuestsInMemory
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
@@ -51,7 +50,6 @@ from ravnest.model.blueprint.program import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, LagNote, Narrator
-from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
 from ravnest.requester.hub_channel import (
     ChannelServer,
@@ -68,7 +66,7 @@ from ravnest.requester.notebook_progress import find_notebook
 from ravnest.requester.owner import Recorded
 from ravnest.requester.prepare import PreparedJob, prepare
 from ravnest.requester.readers import leave_if_reader
-from ravnest.requester.result import Result, check_place, keep_weights
+from ravnest.requester.result import Result, check_place
 from ravnest.requester.run_folder import (
     MODEL,
     GuestFile,
@@ -77,10 +75,10 @@ from ravnest.requester.run_folder import (
     invite_guest,
     new_hub_file,
     open_run,
-    set_aside,
     write_hub_file,
 )
 from ravnest.requester.run_log import RunLog
+from ravnest.requester.run_stores import RunStores, SharedPlaces, open_stores
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
     from ravnest.hub.service.web.dashboard import LiveDashboard
@@ -166,7 +164,8 @@ class Hub:
     keeps its identity, its log and its result, so that it invites with the same token again. `peers` start on
     this PC with each job, beside those that join. `tell` gets notices in place of stderr, or of what a
     notebook shows below its cell; `look` gets the status after every event. `dashboard` serves a page on this
-    PC (True) or at HOST:PORT; its link is told. `parts` replaces the planner, timeouts and the like.
+    PC (True) or at HOST:PORT; its link is told. `store` is a PostgreSQL database for its log, `blobs` a
+    bucket for its checkpoints, too (docs/stores.md). `parts` replaces the planner, timeouts and the like.
     """
 
     def __init__(  # noqa: PLR0913 - the front door: few give more than two of them
@@ -180,8 +179,11 @@ class Hub:
         tell: Callback | None = None,
         look: Callable[[StatusTracker], None] | None = None,
         dashboard: bool | str = False,
+        store: str = "",
+        blobs: str = "",
         parts: HubParts = HUB_PARTS,
     ) -> None:
+        self._shared = SharedPlaces.read(store, blobs)
         self._listen = read_address(listen, is_own=True)
         public = (public,) if isinstance(public, str) else public
         self._public = tuple(read_address(address) for address in public)
@@ -211,6 +213,7 @@ class Hub:
         self._listen = claim_port(self._listen)
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
+        self._shared, found = self._shared.complete(found)
         self._file = msgspec.structs.replace(found, addresses=addresses)
         if self._folder is not None:
             self._opened.enter_context(self._log.writing(self._folder))
@@ -275,13 +278,15 @@ class Hub:
         self._note(job.name or "")
         kept_at = self._folder or (None if out is None else Path(out))
         key = b"" if self._folder is None else self._open_file.checkpoint_key
-        with open_checkpoints(kept_at, key) as keeper, job.reading():
+        places = (self._folder, self._open_file, self._shared, self._timeouts.store)
+        stores = open_stores(*places, resumes=resume is not None)
+        with stores.open_checkpoints(kept_at, key) as keeper, job.reading():
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)
             if start is None and file is not None:
                 check_place(file)  # else a result would be replaced by one that does not go on from it
-            deliver = None if file is None else partial(keep_weights, file=file, overwrite=start is not None)
+            deliver = None if file is None else stores.deliver(file, overwrite=start is not None)
             settle = _NEVER_SETTLES if nodes else self._timeouts.program.settle_seconds
             setup = partial(prepare, job, self._plan, nodes, settle, keeper, start, deliver)
             with Interrupts() as interrupts, self._shown:
@@ -291,10 +296,10 @@ class Hub:
                 self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
-                    if self._find_past(given) is None:  # else its peers are to be told, too
+                    if self._find_past(given, stores) is None:  # else its peers are to be told, too
                         hear(CheckpointIsResult(num_total, num_total))
                         return given.owner.keep_saved()
-                return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
+                return interrupts.run(lambda: self._fit(setup, hear, interrupts, stores))
 
     def generate(
         self, prompt: str | Sequence[int], *, is_chat: bool = False, **sampling: Any
@@ -350,7 +355,7 @@ class Hub:
             self._look_at_wishes()
 
     async def _fit(
-        self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
+        self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, stores: RunStores
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
         allow_many_files()
@@ -369,15 +374,13 @@ class Hub:
             await open_things.enter_async_context(self._peers.running(self.invitation))
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.record, Recorded)
-            past = await asyncio.to_thread(self._find_past, given) if resumes else None  # it may be long
-            self._show_past(past)
+            past = await asyncio.to_thread(self._find_past, given, stores) if stores.resumes else None
+            if past is not None and self._dashboard is not None:
+                stores.replay(self._timeouts.hub, self._dashboard.replay)
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
-            store = None
-            if self._folder is not None:
-                if past is None:
-                    set_aside(self._folder, with_checkpoints=given.job.books is None)
-                store = open_things.enter_context(EventLog(self._folder))
+            writing = stores.writing(is_new=past is None, with_checkpoints=given.job.books is None)
+            store = open_things.enter_context(writing)
             hub = self._watch.hub
             open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
             parts = replace(self._parts, watch=self.stream.publish, folder=self._parts.folder or self._folder)
@@ -412,18 +415,11 @@ class Hub:
         hear(ModelCaptured(name, loop.time() - started_at, num_parameters, blueprint.num_positions))
         return _with_secret_draws(given)
 
-    def _find_past(self, given: PreparedJob) -> StatusTracker | None:
-        """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
-        if self._folder is None or not self._is_open_to_others:
-            return None
-        try:
-            past = read_watch(self._folder, self._timeouts.hub)
-        except ConfigError as error:
-            logger.info("the log is not gone on with: %s", error)
-            return None
-        if past is None or not past.hub.is_at(given.job):
-            return None
-        given.owner.retell(past.hub.ledger.history)
+    def _find_past(self, given: PreparedJob, stores: RunStores) -> StatusTracker | None:
+        """Return the hub of the log if it was at this job; peers of its own are gone with it."""
+        past = stores.find_past(given.job, self._timeouts.hub) if self._is_open_to_others else None
+        if past is not None:
+            given.owner.retell(past.hub.ledger.history)
         return past
 
     def _see(self, event: Event, orders: tuple[Action, ...]) -> None:
@@ -539,10 +535,6 @@ class Hub:
             open_things.callback(self._dashboard.end)
             hear(DashboardOpened(self._dashboard.link, self._dashboard.is_for_others))
             hear.add(self._dashboard.observe_notice)
-
-    def _show_past(self, past: StatusTracker | None) -> None:
-        if past is not None and self._dashboard is not None and self._folder is not None:
-            read_watch(self._folder, self._timeouts.hub, self._dashboard.replay)
 
     @property
     def _open_file(self) -> HubFile:

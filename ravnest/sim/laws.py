@@ -11,7 +11,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Notify, PlanMade, Received, Send
 from ravnest.hub.coordinator.leases import Lease
 from ravnest.hub.coordinator.notices import WorkLost
-from ravnest.ids import MicrobatchId, NodeId, RoundId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.plan.types import Plan
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.messages import Refusal
@@ -53,16 +53,25 @@ class Laws:
         self._next_microbatch = MicrobatchId(0)
         self._build_of: dict[NodeId, int] = {}
         self._last_round = RoundId(0)
-        self._lease: Lease | None = None
+        self._leases: dict[LeaseId, Lease] = {}  # that roots say are done; each may have to wait
         self.num_checks = 0
 
     def before(self, hub: Coordinator, event: Event) -> None:
         """Note what an event is about."""
-        self._lease = None
         if isinstance(event, Received) and isinstance(event.message, LeaseDone):
-            number = event.message.lease
-            found = next((each for each in hub.ledger.open_leases if each.number == number), None)
-            self._lease = found.lease if found is not None else None
+            found = hub.ledger.find_open(event.message.lease)
+            if found is not None and found.lease is not None:
+                self._leases[found.number] = found.lease
+
+    def count(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
+        """Count a lease that the coordinator was told of, at once or when it could be true."""
+        is_refused = bool(actions) and isinstance(actions[0], Refusal)
+        if not isinstance(event, Received) or not isinstance(event.message, LeaseDone) or is_refused:
+            return
+        lease = self._leases.pop(event.message.lease, None)
+        if lease is not None and self._follows and not hub.placement.is_exact:
+            self._counted.add(lease.epoch, lease.start, lease.stop)
+            assert self._counted.total == hub.ledger.num_counted, "the books do not balance"
 
     def after(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
         """Check what an event did."""
@@ -71,9 +80,6 @@ class Laws:
         lost = [x for x in actions if isinstance(x, Notify) and isinstance(x.notice, WorkLost)]
         if lost:
             self._follows = False
-        if self._lease is not None and not is_refused and self._follows and not hub.placement.is_exact:
-            self._counted.add(self._lease.epoch, self._lease.start, self._lease.stop)
-            assert self._counted.total == hub.ledger.num_counted, "the books do not balance"
         for action in actions:
             if isinstance(action, Send):
                 self._check_sent(hub, action)

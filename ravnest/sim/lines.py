@@ -2,10 +2,12 @@
 
 What crosses begins to arrive one latency after it began to leave. Two nodes that nobody can dial meet at the
 hub, whose upload all of them share with samples and weights. Training has a share of each link; weights and
-snapshots go beside it, as bulk has its own place in a real link. Small messages take the latency alone.
+snapshots go beside it, as bulk has its own place in a real link. Small messages take the latency alone. When
+a link changes, what waits at it already goes on as it began.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ravnest.config import PlanConfig
@@ -43,13 +45,19 @@ class _Ends:
         self.up, self.down = Pipe(upload), Pipe(download)
         self.bulk_up, self.bulk_down = Pipe(upload), Pipe(download)
 
+    def follow(self, node: Node) -> None:
+        """Carry from now on what the link of a node does."""
+        self.up.rate = self.bulk_up.rate = node.upload_bytes_per_second
+        self.down.rate = self.bulk_down.rate = node.download_bytes_per_second
+
 
 class Lines:
     """All links of a swarm; `nodes` are the machines as they are, whatever the planner believes of them."""
 
     def __init__(self, timeline: Timeline, swarm: Swarm, config: PlanConfig) -> None:
         self._timeline, self._config = timeline, config
-        self._nodes: Mapping[NodeId, Node] = {node.name: node for node in swarm.nodes}
+        self._first = {node.name: node for node in swarm.nodes}
+        self._nodes = dict(self._first)
         self._between = {frozenset(pair[:2]): pair[2] for pair in swarm.region_latency}
         self._ends: dict[NodeId, _Ends] = {}
         self._relays: dict[tuple[NodeId, NodeId], Pipe] = {}
@@ -60,6 +68,16 @@ class Lines:
     def node(self, name: NodeId) -> Node:
         """Return the machine of this name, as it is."""
         return self._nodes[name]
+
+    def change(self, name: NodeId, times: float) -> None:
+        """Let a link carry so many times what it did at first, both ways."""
+        first = self._first[name]
+        upload, download = first.upload_bytes_per_second, first.download_bytes_per_second
+        self._nodes[name] = replace(
+            first, upload_bytes_per_second=times * upload, download_bytes_per_second=times * download
+        )
+        if name in self._ends:
+            self._ends[name].follow(self._nodes[name])
 
     def restart(self, name: NodeId) -> None:
         """Forget what was on its way at a node that starts anew."""

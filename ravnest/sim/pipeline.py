@@ -95,6 +95,7 @@ class ClusterPipeline:
         self.build, self._full = build, line.profile.samples_per_batch
         self.is_over = False
         self.watch_complete: Callable[[NodeId], object] = lambda _: None  # a stage's exact update waits
+        self.watch_dry: Callable[[], object] = lambda: None  # the root has nothing to begin
         self._is_paused = False
         self._sizes: dict[MicrobatchId, int] = {}
         self._leases: dict[MicrobatchId, _OpenLease] = {}
@@ -208,6 +209,8 @@ class ClusterPipeline:
     # Work.
 
     def _start(self, stage: _SimStage) -> None:
+        if not stage.index and stage.schedule.next_input is None:
+            self.watch_dry()
         if stage.is_busy or self.is_over or self._is_paused:
             return
         task = stage.schedule.next()

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import RESERVE, PlanConfig
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
 from ravnest.plan.types import ModelProfile, Swarm
-from ravnest.sim.churn import Change
-from ravnest.sim.world import World, WorldParts
+from ravnest.sim.churn import AnyChange
+from ravnest.sim.world import HUB_SPEEDS, World, WorldParts
 
 SIMULATION_SCHEMA = "ravnest.simulation/1"
 PARTS = WorldParts(SEARCH_PLANNER)
@@ -26,6 +26,7 @@ class SimulationSettings:
     evaluate_updates: int = 0
     checkpoint_seconds: float | None = None
     restarts: tuple[float, ...] = ()  # seconds after which the hub dies and comes back
+    away_seconds: float = HUB_SPEEDS.away_seconds  # for so long
 
 
 def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettings) -> JobGiven:
@@ -41,6 +42,7 @@ def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettin
         evaluate_updates=wanted.evaluate_updates,
         checkpoint_every=wanted.checkpoint_seconds,
         settle_seconds=10.0,
+        reserve_seconds=RESERVE.seconds if wanted.restarts else 0.0,  # without a restart it changes nothing
     )
     return JobGiven(profile, config, settings, now=0.0)
 
@@ -48,13 +50,15 @@ def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettin
 def run_simulation(
     job: JobGiven,
     swarm: Swarm,
-    changes: Sequence[Change],
+    changes: Sequence[AnyChange],
     wanted: SimulationSettings,
     parts: WorldParts = PARTS,
     watch: Callable[[World], object] = lambda _: None,
 ) -> World:
     """Let a swarm train for some hours; return the world as it is then. `watch` sees it every minute."""
-    world = World(job, swarm, replace(parts, keeps_log=bool(wanted.restarts)), wanted.seed)
+    speeds = replace(parts.hub_speeds, away_seconds=wanted.away_seconds)
+    parts = replace(parts, keeps_log=bool(wanted.restarts), hub_speeds=speeds)
+    world = World(job, swarm, parts, wanted.seed)
     for change in changes:
         if change.seconds <= 3600.0 * wanted.hours:
             world.plan_change(change)

@@ -29,7 +29,7 @@ from ravnest.protocol.placement import (
     StageParts,
     StageReady,
 )
-from ravnest.protocol.training import LeaseGrant
+from ravnest.protocol.training import DroppedMicrobatch, LeaseBegin, LeaseDone, LeaseGrant, StepReport
 from ravnest.sim.timeline import Timeline
 from ravnest.sim.transfers import Fetch, Transfers
 
@@ -96,6 +96,11 @@ class SimPeer:
         self.kept: dict[str, frozenset[int]] = {}  # snapshots that it serves, by hash
         self._fetch: Fetch | None = None
         self._grants: dict[LeaseId, LeaseGrant] = {}
+        self._ahead: dict[LeaseId, LeaseGrant] = {}  # whose samples may be here, and which nobody has begun
+        self._filled: set[LeaseId] = set()  # of them, those whose samples are here
+        self.has_lost_hub = False  # since the plan before
+        self.has_link = True
+        self.unheard: list[Message] = []  # what it would have said of its work meanwhile
 
     @property
     def build_id(self) -> int:
@@ -133,7 +138,9 @@ class SimPeer:
             case BackupOrder():
                 self._keep_backup(message)
             case LeaseGrant():
-                self._grants[message.lease] = message
+                (self._ahead if message.is_ahead else self._grants)[message.lease] = message
+            case LeaseBegin():
+                self._begin_ahead(message.lease)
             case ProbeOrder():
                 self._world.report_probe(self, message)
             case RoundOpen():
@@ -148,8 +155,41 @@ class SimPeer:
     def take_samples(self, lease: LeaseId) -> None:
         """Begin a lease whose samples are here."""
         grant = self._grants.pop(lease, None)
+        if lease in self._ahead:
+            self._filled.add(lease)
         if self.is_alive and grant is not None and grant.build_id == self.build_id:
             self._world.train(self, grant)
+
+    def _begin_ahead(self, lease: LeaseId) -> None:
+        """Begin a lease that came ahead, as soon as its samples are here."""
+        grant = self._ahead.pop(lease, None)
+        if grant is None:
+            return
+        self._grants[lease] = grant
+        if lease in self._filled:
+            self._filled.discard(lease)
+            self.take_samples(lease)
+
+    def begin_next(self) -> None:
+        """Without the hub, begin the next lease that came ahead; its cluster has nothing else to begin."""
+        lease = next((each for each in self._ahead if each in self._filled), None)
+        if self.has_lost_hub and lease is not None:
+            self._begin_ahead(lease)
+
+    def lose_hub(self) -> None:
+        """Train what is here."""
+        self.has_lost_hub, self.has_link = True, False
+        self.begin_next()
+
+    def keep_unheard(self, message: Message) -> None:
+        """Keep what a lost hub has to hear later."""
+        if isinstance(message, LeaseDone | StepReport | DroppedMicrobatch):
+            self.unheard.append(message)
+
+    def find_hub(self) -> list[Message]:
+        """Return what another hub is to hear; the leases that are here are still begun without it."""
+        self.has_link, unheard, self.unheard = True, self.unheard, []
+        return unheard
 
     def _follow(self, order: PlanOrder) -> None:
         if order.build_id <= self.build_id:
@@ -158,7 +198,9 @@ class SimPeer:
         if self._fetch is not None and order.stage is None:
             self._world.transfers.cancel(self._fetch)
         self.order, self.rings, self._fetch = order, dict(order.rings), None
-        self._grants.clear()
+        self.has_lost_hub = False
+        for waiting in (self._grants, self._ahead, self._filled):
+            waiting.clear()
         if order.stage is None:
             self.held = frozenset()
 

@@ -24,7 +24,6 @@ from ravnest.hub.coordinator.events import (
     JobGiven,
     MakeParts,
     MakePlan,
-    Notify,
     PartsMade,
     PeerJoined,
     PeerLeft,
@@ -51,7 +50,7 @@ from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import BlobRef, PlanOrder
 from ravnest.protocol.training import LeaseGrant, StepReport
-from ravnest.sim.churn import Change, ChangeKind
+from ravnest.sim.churn import AnyChange, ChangeKind, LinkChange
 from ravnest.sim.laws import Laws
 from ravnest.sim.lines import Lines
 from ravnest.sim.pipeline import ClusterBuild, ClusterPipeline
@@ -146,15 +145,12 @@ class World:
         self.laws = Laws(job.profile.num_positions)
         self._line_of_state = LineCost(job.profile, job.config, is_averaged=True)
         self._pipelines: dict[NodeId, ClusterPipeline] = {}
-        self._waiting: dict[
-            NodeId, RoundOpen
-        ] = {}  # members of a gradient round, until their share is trained
+        self._waiting: dict[NodeId, RoundOpen] = {}  # members of a gradient round, at work on their share
         self._facts: PlanFacts | None = None
         self._outages = OutageMonitor(parts.timeouts)
         self._due: float | None = None
         self._tick_at: float | None = None
-        self._session = 0
-        self._log: list[Event] = []
+        self._session, self._log = 0, list[Event]()
         self._books: LedgerState | None = None
         self.finish: Finish | Abandon | None = None
         self._begin()
@@ -169,8 +165,11 @@ class World:
 
     # What happens around the hub.
 
-    def plan_change(self, change: Change) -> None:
-        """Let a node come or go at its time."""
+    def plan_change(self, change: AnyChange) -> None:
+        """Let a node come or go, or its link change, at its time."""
+        if isinstance(change, LinkChange):
+            self.timeline.at(change.seconds, self.lines.change, change.node, change.times)
+            return
         actions = {
             ChangeKind.JOIN: self.join,
             ChangeKind.LEAVE: self.leave,
@@ -243,16 +242,15 @@ class World:
     def restart_hub(self) -> None:
         """Kill the hub; after a while one comes back that has its log, and all who live find it."""
         assert self._parts.keeps_log, "a hub without a log cannot restart"
-        self._session += 1
-        self._due = None
+        self._session, self._due = self._session + 1, None
+        for peer in self.peers.values():
+            peer.lose_hub()
         self.timeline.after(self._parts.hub_speeds.away_seconds, self._come_back)
 
     def _come_back(self) -> None:
-        log, self._log = self._log, []
         self._begin()
-        for event in log:
+        for event in self._log:
             self.hub.apply(event)
-        self._log.extend(log)
         self.recorder.hub = self.hub
         self.feed(Restarted(self._books, self.timeline.now))
         for peer in [peer for peer in self.peers.values() if peer.is_alive]:
@@ -261,8 +259,9 @@ class World:
     def _return(self, peer: SimPeer) -> None:
         if not peer.is_alive or self.peers[peer.name] is not peer:
             return
-        key = f"key of {peer.name}"
-        if self.hub.find_missing(key, peer.build_id if peer.held else 0) == peer.name:
+        if self.hub.find_missing(f"key of {peer.name}", peer.build_id if peer.held else 0) == peer.name:
+            for message in peer.find_hub():
+                self._hear(peer, message)
             self.feed(PeerReturned(peer.name, (f"tcp://{peer.name}.example:7700",), self.timeline.now))
         else:
             self._end(peer)
@@ -299,6 +298,7 @@ class World:
     def _watch(self, event: Event, actions: tuple[Action, ...]) -> None:
         since = self.cost.pause()
         self.recorder.observe(event, actions, self.timeline.now)
+        self.laws.count(self.hub, event, actions)
         self.cost.resume(since)
         if isinstance(event, PlanMade) and not (actions and isinstance(actions[0], Refusal)):
             self._learn_plan()
@@ -353,8 +353,6 @@ class World:
                 self._collect(action)
             case Finish() | Abandon():
                 self.finish = action
-            case Notify() | Refusal():
-                pass
 
     def _dismiss(self, peer: SimPeer) -> None:
         if peer.is_alive:
@@ -423,9 +421,13 @@ class World:
         return peer is not None and peer.is_alive
 
     def say(self, peer: SimPeer, message: Message) -> None:
-        """Send a message of a peer to the hub."""
-        seconds = self.lines.latency(peer.name, HUB)
-        self.timeline.after(seconds, self._in_session(), self._hear, peer, message)
+        """Send a message of a peer to the hub; what it says of its work waits for one that is away."""
+        if peer.has_link:
+            self.timeline.after(
+                self.lines.latency(peer.name, HUB), self._in_session(), self._hear, peer, message
+            )
+        else:
+            peer.keep_unheard(message)
 
     def _hear(self, peer: SimPeer, message: Message) -> None:
         if self.peers[peer.name] is peer:  # another with its name has another key
@@ -492,7 +494,7 @@ class World:
             root.order.is_exact,
         )
         pipeline = ClusterPipeline(self.timeline, self.lines, build, self._facts.line, self._tell)
-        pipeline.watch_complete = self._complete_share
+        pipeline.watch_complete, pipeline.watch_dry = self._complete_share, root.begin_next
         for name in nodes:
             self.end_pipeline(name)
             self._pipelines[name] = pipeline

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from ravnest.config import RESERVE
 from ravnest.errors import LinkError, ProtocolError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
@@ -32,7 +33,7 @@ from ravnest.protocol.training import Activation, FieldParts, Gradient, StepRepo
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPORTS = 1000  # that wait for one receiver; what later ones say need not be known
+_MOST_REPORTS = 3 * RESERVE.most_microbatches  # that wait for one receiver: no cluster trains more alone
 _TURN_COST = 32  # of the messages that leave in one turn of the event loop
 _ORDER_COST = 8  # of a message that may name all clusters; of others it is 1
 

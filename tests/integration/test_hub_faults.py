@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from random import SystemRandom
 from unittest.mock import Mock
@@ -14,12 +15,14 @@ import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Event
+from ravnest.hub.coordinator.events import Event, JobGiven, PlanMade, Received, Restarted
 from ravnest.hub.coordinator.notices import Checkpointed, EpochDone, NotCheckpointed
+from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.server import Server
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol.averaging import RoundReady
+from ravnest.protocol.training import LeaseDone
 from tests.support.as_root import fill, let_write, small_disk
 from tests.support.faults import (
     FLOPS_PER_SECOND,
@@ -71,6 +74,41 @@ def test_a_hub_is_killed_in_a_round_and_later_its_disk_is_full(tmp_path: Path) -
         done = json.loads(ended.answers.splitlines()[-1])
         assert done["metrics"]["val_loss"] < 0.5 * float(epochs[0][-1])
         assert (folder / "model.safetensors").is_file()
+
+
+def test_peers_train_what_they_have_while_the_hub_is_dead_and_it_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    hub = HubProgram(tmp_path, folder, 2, evaluate_every=10_000)
+    device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": 2 * MEMORY_BYTES}
+    peers = Peers(hub.invite(), tmp_path, **device)
+    try:
+        for name in ("node0", "node1"):
+            peers.start(name)
+        killed = hub.run(fault=Fault(LeaseDone, kill_itself, count=4))
+        deadline = time.monotonic() + 120.0
+        while not any("are trained without the hub" in peers.said(name) for name in peers.alive):
+            assert time.monotonic() < deadline, [peers.said(name) for name in peers.alive]
+            time.sleep(0.05)  # for another program's words
+        ended = hub.run("--resume", fault=Fault(EpochDone, stop_itself, count=2))
+    finally:
+        peers.close()
+    sys.stderr.write(f"{killed.said}--- started again\n{ended.said}")
+    assert [killed.code, ended.code] == [-9, 0]
+    with EventLog(folder, is_read_only=True) as log:
+        events = [*log.events()]
+    assert isinstance(events[0], JobGiven)
+    back = next(number for number, event in enumerate(events) if isinstance(event, Restarted))
+    books = Coordinator(events[0])
+    for event in events[:back]:
+        books.apply(event)
+    ahead = {lease.number for lease in books.ledger.leases_ahead}
+    planned = next(n for n, event in enumerate(events) if n > back and isinstance(event, PlanMade))
+    said = [event.message for event in events[back:planned] if isinstance(event, Received)]
+    counted = {message.lease for message in said if isinstance(message, LeaseDone)}
+    assert counted & ahead, "begun and done while there was no hub"
+    epochs = re.findall(r"^epoch (\d+): (\d+) samples", killed.said + ended.said, re.M)
+    assert {int(count) for _, count in epochs} == {NUM_SAMPLES}
+    assert len({epoch for epoch, _ in epochs}) == len(epochs) >= 2
 
 
 @pytest.mark.needs_root

@@ -23,7 +23,7 @@ from ravnest.net.identity import KeyPair, load_keys, new_keys, split_address
 from ravnest.net.relay import Relay, await_through, dial_through
 from ravnest.net.streams import FRAME_VERSION, Chunk, Greeting, decode_frame, encode_frame
 from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service, TransportLimits
-from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.net.zeromq import ZeroMqTransport, open_context
 
 ANY_PORT = "tcp://127.0.0.1:*"
 LONG_SECONDS = 100.0  # only what hangs needs them; what is noticed within 2 s is shown without a clock
@@ -535,3 +535,22 @@ def test_an_impostor_behind_the_relay_and_a_wrong_ticket_get_nowhere():
 
 if __name__ == "__main__":
     asyncio.run(echo(json.loads(sys.argv[1])))
+
+
+def test_a_socket_that_cannot_be_opened_is_a_failed_dial_and_others_go_on():
+    async def main():
+        context = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 4)  # one link has three
+        async with make(0, ANY_PORT) as hub, make(1, context=context) as node:
+            node.dial(hub.peer, [hub.address])
+            await next_of(node, LinkUp)
+            node.dial(KEYS[2].peer, [hub.address])
+            failed = await next_of(node, DialFailed)
+            assert failed.peer == KEYS[2].peer
+            assert "no socket can be opened" in failed.reason
+            assert node.connected() == {hub.peer}
+        context.term()
+        with open_context() as usual:
+            assert usual.get(zmq.MAX_SOCKETS) > 3 * 1024
+
+    asyncio.run(main())

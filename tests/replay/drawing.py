@@ -155,6 +155,7 @@ def _job(random: Random, **changes: Any) -> Any:
         "expected_nodes": random.choice([0, 4]),
         "rates": random.choice([(0.1,), (0.1, 0.2, 0.3, 0.2)]),
         "checkpoint_every": random.choice([None, 3.0, 10.0]),
+        "reserve_seconds": random.choice([0.0, 0.3]),
     }
     given = job(**(drawn | changes))
     averaging = random.choice([Averaging.OVERLAPPED, Averaging.OVERLAPPED, Averaging.BLOCKING])
@@ -393,7 +394,7 @@ def _pester(random: Random, world: TapedWorld) -> None:
         return
     name = random.choice([*world.peers, "stranger"])
     peer, now = world.peers.get(name), world.now
-    epoch = world.told_epoch.get(name, 0) + random.choice([0, 0, 0, -1, 1])
+    epoch = max(0, world.told_epoch.get(name, 0) + random.choice([0, 0, 0, -1, 1]))
     round_id = max((each.round_id for each in world.in_round.values()), default=random.randint(0, 5))
     report = StepReport(epoch, 10**6, 1, 0, 4, random.choice([0.1, -1.0]), 0.1, 0.0, 0.0, 1.0, ())
     messages = [

@@ -16,10 +16,12 @@ from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.stage.profile import find_matrices
 from ravnest.protocol import messages
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import RingOrder
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,
     Gradient,
+    LeaseBegin,
     LeaseDone,
     LeaseGrant,
     StepReport,
@@ -277,3 +279,49 @@ def test_the_norm_of_the_whole_gradient_is_limited_across_stages(captured: Captu
     length = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]))
     assert length > 100 * limit
     assert whole == pytest.approx([length**2] * 3, rel=1e-2)
+
+
+def test_a_lease_that_came_ahead_is_begun_when_the_hub_says_so_and_once(captured: Captured) -> None:
+    cluster = world(captured, window=2)
+    batches = batches_of(token_batch, 6)
+    for number in range(3):
+        cluster.lease(batches[2 * number : 2 * number + 2], 2 * number, is_ahead=number > 0)
+    cluster.run()
+    assert [done.lease for done in cluster.leases_done()] == [0]
+    root = cluster.nodes[0]
+    cluster.deliver(root, LeaseBegin(1, LeaseId(2)))
+    assert isinstance(cluster.deliver(root, LeaseBegin(1, LeaseId(2))), Refusal)
+    cluster.run()
+    assert [done.lease for done in cluster.leases_done()] == [0, 2]
+    assert len(cluster.losses()) == 4
+
+
+def test_a_root_that_has_lost_the_hub_trains_all_that_came_ahead_and_waits_again_with_it(
+    captured: Captured,
+) -> None:
+    cluster = world(captured, window=2)
+    batches = batches_of(token_batch, 8)
+    for number in range(3):
+        cluster.lease(batches[2 * number : 2 * number + 2], 2 * number, is_ahead=number > 0)
+    for stage in cluster.stages.values():
+        stage.follow_hub(is_lost=True)
+    cluster.run()
+    assert [done.lease for done in cluster.leases_done()] == [0, 2, 4]
+    for stage in cluster.stages.values():
+        stage.follow_hub(is_lost=False)
+    cluster.lease(batches[6:], 6, is_ahead=True)
+    cluster.run()
+    assert len(cluster.losses()) == 6
+    assert isinstance(cluster.deliver(cluster.nodes[0], LeaseBegin(1, LeaseId(4))), Refusal), "it was begun"
+
+
+def test_stages_that_sum_gradients_have_nothing_ahead(captured: Captured) -> None:
+    cluster = world(captured)
+    cluster.lease(batches_of(token_batch, 2), is_ahead=True)
+    cluster.run()
+    for stage in cluster.stages.values():
+        stage.rearrange(RingOrder(1, 2, (), (), is_exact=True))
+        stage.rearrange(RingOrder(1, 3, (), ()))
+        stage.follow_hub(is_lost=True)
+    cluster.run()
+    assert cluster.losses() == []

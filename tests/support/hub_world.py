@@ -76,7 +76,14 @@ from ravnest.protocol.placement import (
     StageParts,
     StageReady,
 )
-from ravnest.protocol.training import DroppedMicrobatch, LearningRate, LeaseDone, LeaseGrant, StepReport
+from ravnest.protocol.training import (
+    DroppedMicrobatch,
+    LearningRate,
+    LeaseBegin,
+    LeaseDone,
+    LeaseGrant,
+    StepReport,
+)
 
 LONGEST = 100_000.0  # of a history; one that runs longer is stuck
 
@@ -116,6 +123,7 @@ class Peer:
     blocked_by: int | None = None  # the round during which it trains nothing
     waiting: list = field(default_factory=list)  # what it would have said meanwhile
     average: int | None = None  # the round whose average its weights are
+    ahead: dict = field(default_factory=dict)  # leases that it does not begin yet
 
 
 # Many small clusters, as few samples as there are: what is tested is what a hub does with them.
@@ -171,6 +179,7 @@ class HubWorld:
             self.checkpoint, self.books = 1, self.given.books
             self.ledger = self.saved = counted(self.given.settings, self.books)
         self.session = 0
+        self.away = set()  # clusters of before the last restart
         self.samples, self.batches = {}, set()
         self.updates = {}  # of each cluster: the microbatches of each update, by size
         self.is_stopped, self.abandoned = False, None
@@ -255,6 +264,10 @@ class HubWorld:
         self.bases = {}
         self.feed(Restarted(self.books, self.now))
         assert self.open_round is None
+        for peer in self.peers.values():  # roots go on with what they have
+            ahead, peer.ahead = peer.ahead, {}
+            for grant in ahead.values() if peer.is_alive else ():
+                self.work(peer.order, grant)
         for name in [name for name, peer in self.peers.items() if peer.is_alive]:
             self.after(self.random.choice([0.5, 3.0, 25.0]), self._in_session(), self._return, name)
 
@@ -330,8 +343,10 @@ class HubWorld:
     # The hub's side.
 
     def feed(self, event):
-        self.leases |= {lease.number: lease for lease in self.open_leases}
+        ahead = self.hub.ledger.leases_ahead if self.hub.ledger else ()
+        self.leases |= {lease.number: lease for lease in (*self.open_leases, *ahead)}
         self.running = {x.cluster_id: x.nodes for x in self.hub.clusters if x.is_running}
+        self.away |= {*self.running} if isinstance(event, Restarted) else set()
         orders = self.monitored.apply(event)
         refused = [order for order in orders if isinstance(order, Refusal)]
         if refused:
@@ -452,6 +467,8 @@ class HubWorld:
                 assert not (self.is_stopped and not grant.is_evaluation), "nothing is leased after the stop"
                 self.batches |= new
                 assert grant.build_id == self.told_epoch[order.to]
+            case LeaseBegin():
+                assert order.message.build_id == self.told_epoch[order.to]
             case RoundOpen() as opened:
                 assert self.open_round in (None, opened.round_id), "never two rounds at once"
                 self.open_round = opened.round_id
@@ -504,9 +521,12 @@ class HubWorld:
         held = {}
         for lease in self.open_leases:
             held.setdefault(lease.cluster_id, []).append(lease)
-        assert set(held) <= set(running), "no lease is held by a dead cluster"
+        resting = {each.cluster_id: each for each in self.hub.clusters if each.is_broken}
+        resting = {key: each for key, each in resting.items() if key in self.away}  # until there is a plan
+        ahead = {lease.cluster_id for lease in self.hub.ledger.leases_ahead}
+        assert {*held, *ahead} <= {*running, *resting}, "no lease is held by a dead cluster"
         for key, leases in held.items():  # two, or as many as cover twice what is in flight
-            window = running[key].cluster.stages[0].window
+            window = (running | resting)[key].cluster.stages[0].window
             assert len(leases) <= 2 or sum(len(each.num_samples) for each in leases[:-1]) < 2 * window
         kinds = {(lease.cluster_id, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
@@ -596,7 +616,7 @@ class HubWorld:
         if isinstance(message, PlanOrder):
             if peer.order is None or message.build_id > peer.order.build_id:
                 peer.order, peer.num_trained, peer.busy_until = message, 0, self.now
-                peer.rings = message.rings
+                peer.rings, peer.ahead = message.rings, {}
                 peer.held = peer.held if message.stage else frozenset()
             return
         if getattr(message, "build_id", None) not in (None, peer.order and peer.order.build_id):
@@ -621,6 +641,10 @@ class HubWorld:
                 self.say(name, SketchMade(message.build_id, message.number, rows), seconds=0.5)
             case LeaseGrant() if message.recheck is not None:
                 self._recheck(name, message)
+            case LeaseGrant() if message.is_ahead:
+                peer.ahead[message.lease] = message
+            case LeaseBegin():
+                self.work(peer.order, peer.ahead.pop(message.lease))
             case LeaseGrant():
                 self.work(peer.order, message)
             case RoundOpen():

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from ravnest.hub.coordinator.events import Event
+from ravnest.hub.service.event_log import WritesAtOnce
 
 
-class MemoryStore:
+class MemoryStore(WritesAtOnce):
     """Keeps events in a list; `check` sees each before it is kept, and may raise."""
 
     def __init__(self, check: Callable[[Event], None] = lambda _: None) -> None:

@@ -28,7 +28,7 @@ import ravnest as rv
 from ravnest.config import Averaging, PlanConfig, SearchBudget
 from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
+from ravnest.hub.coordinator.events import Action, Event, JobGiven, Notify, Received, SendFields
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, PlanFormed, WorkLost
 from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
 from ravnest.hub.service.event_log import EventStore
@@ -318,6 +318,7 @@ class World:
     form_plan: FormPlan | None = None  # in place of the search
     guessed: tuple[Fact, ...] = ()  # by all peers
     keeper: Checkpoints | None = None  # of the owner
+    reserve_seconds: float = 0.0  # of work that clusters have ahead
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(self.wire)
@@ -329,6 +330,7 @@ class World:
         self._names: dict[PeerId, NodeId] = {}
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
         self._computes: dict[NodeId, InlineCompute] = {}
+        self._away_seconds: float | None = None
 
     def run(self) -> Ended:
         """Train the job to its end, or until the limit."""
@@ -380,6 +382,12 @@ class World:
 
         asyncio.get_running_loop().call_later(seconds, heal)
 
+    def kill_hub(self, away_seconds: float) -> None:
+        """End the hub's process; after a while one comes back that has its log."""
+        self._away_seconds = away_seconds
+        self.network.kill(self.peer("hub"))
+        asyncio.get_running_loop().call_soon(self._main.cancel)
+
     def stop(self) -> None:
         """End the job early, as Ctrl-C does."""
         self._server.stop("enough")
@@ -412,25 +420,52 @@ class World:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
         given = self.given = prepare(self.job, self.plan, self.keeper)
-        settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
-        job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
+        chosen = {"expected_nodes": len(self.pcs), "microbatches": self.microbatches}
+        chosen |= {"checkpoint_every": self.checkpoint_every, "reserve_seconds": self.reserve_seconds}
+        job = replace(given.job, settings=replace(given.job.settings, **chosen))
         parts = HubParts(SearchPlanner(QUICK, self.form_plan), watch=self.ledger.note)
-        facts = (self._token, self._tell, _inline)
-        server = self._server = Server(*facts, store=self.store, hub=Coordinator(job), parts=parts)
-        async with Post(self, NodeId("hub"), keys, server.admit) as transport:
-            for pc in self.pcs:
-                self.join(pc)
-            try:
-                async with asyncio.timeout(self.limit_seconds):
-                    await server.run(transport, given.owner, job)
-            except TimeoutError:
-                return None
-            finally:
-                self.ended_at = self.now
-                self._alive_at_end = self.alive
-                for name in self.alive:
-                    self.kill(name)
+        main = asyncio.current_task()
+        assert main is not None
+        self._main = main
+        is_over = False
+        while not is_over:
+            hub = Coordinator(job)
+            for event in () if self.store is None else self.store.events():
+                hub.apply(event)
+            is_over = await self._serve(keys, job, hub, parts)
         return given.owner.result
+
+    async def _serve(self, keys: KeyPair, job: JobGiven, hub: Coordinator, parts: HubParts) -> bool:
+        """Run a hub until the job ends, or it is killed; return whether the job has ended."""
+        is_first, self._away_seconds = not hub.has_begun, None
+        facts = (self._token, self._tell, _inline)
+        server = self._server = Server(*facts, store=self.store, hub=hub, parts=parts)
+        try:
+            async with Post(self, NodeId("hub"), keys, server.admit) as transport:
+                for pc in self.pcs if is_first else ():
+                    self.join(pc)
+                try:
+                    async with asyncio.timeout(self.limit_seconds):
+                        await server.run(transport, self.given.owner, job)
+                finally:
+                    if self._away_seconds is None:
+                        self._end()
+        except TimeoutError:
+            self.given.owner.result = None
+        except asyncio.CancelledError:
+            if self._away_seconds is None:
+                raise
+            self._main.uncancel()
+            await asyncio.sleep(self._away_seconds)
+            self.network.revive(keys.peer)
+            return False
+        return True
+
+    def _end(self) -> None:
+        self.ended_at = self.now
+        self._alive_at_end = self.alive
+        for name in self.alive:
+            self.kill(name)
 
     async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)

@@ -90,11 +90,15 @@ class ClusterWorld:
         return Worker(position, blueprint, stage, schedule, rate, Device(lambda: 0.0))
 
     def lease(
-        self, batches: Sequence[dict[str, Tensor]], first: int = 0, is_evaluation: bool = False
+        self,
+        batches: Sequence[dict[str, Tensor]],
+        first: int = 0,
+        is_evaluation: bool = False,
+        is_ahead: bool = False,
     ) -> None:
         """Grant a lease of these batches and send every stage the fields it consumes."""
         sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
-        grant = LeaseGrant(1, LeaseId(first), is_evaluation, MicrobatchId(first), sizes)
+        grant = LeaseGrant(1, LeaseId(first), is_evaluation, MicrobatchId(first), sizes, is_ahead=is_ahead)
         self.post(Outgoing(self.nodes[0], grant))
         for number, batch in enumerate(batches, first):
             for node, blueprint in self.blueprints.items():

@@ -146,7 +146,7 @@ PATCHES = [
 ]
 
 
-@pytest.mark.parametrize("folder", ["tests/unit", "benchmarks/scenarios"])
+@pytest.mark.parametrize("folder", ["tests/unit", "benchmarks/scenarios", "studies"])
 @pytest.mark.parametrize(("code", "target"), PATCHES)
 def test_a_patch_of_the_package_is_told(tmp_path: Path, folder: str, code: str, target: str) -> None:
     (tmp_path / folder).mkdir(parents=True)

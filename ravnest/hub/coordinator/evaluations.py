@@ -103,6 +103,18 @@ class EvaluationSchedule:
         following = (self._count_updates(num_before) // self._updates + 1) * self._updates
         return max(1, min(num_samples, self._settings.samples_of(following) - num_before))
 
+    def next_place(self, last_mark: int, num_before: int) -> int:
+        """Return the samples of the job before the next evaluation, or before its end."""
+        settings = self._settings
+        if not settings.num_validation:
+            return settings.num_total
+        if self._updates:
+            following = (self._count_updates(num_before) // self._updates + 1) * self._updates
+            return min(settings.num_total, settings.samples_of(following))
+        if not settings.evaluate_every:
+            return settings.num_total
+        return min(settings.num_total, (last_mark + settings.evaluate_every) * settings.num_samples)
+
     def is_at_mark(self, num_before: int, last_mark: int) -> bool:
         """Return whether no batch is to be granted before an evaluation by updates."""
         return bool(self._updates) and self.find_due(last_mark, 0, num_before) is not None

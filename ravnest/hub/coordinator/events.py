@@ -88,6 +88,8 @@ class JobSettings:
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
     draw_seed: int = 0  # of lots; peers do not know it
     mean: Mean = Mean.PLAIN  # of rounds; as before there was a choice
+    reserve_seconds: float = 0.0  # of work that a cluster has ahead, for a hub that is away; 0: none
+    reserve_samples: int = 2**62  # of a cluster, at most
 
     @property
     def length(self) -> TrainingLength:

@@ -122,7 +122,9 @@ class OpenLeases:
     def clear(self) -> None:
         """Forget all leases."""
         self._leases: dict[LeaseId, OpenLease] = {}
-        self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
+        self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}  # that are begun
+        self._ahead: dict[str, dict[LeaseId, OpenLease]] = {}  # that are not
+        self.num_ahead = 0  # samples in those
         self.sated: set[str] = set()  # clusters that had enough when they last got or lost a lease
 
     @property
@@ -130,17 +132,46 @@ class OpenLeases:
         """All leases, oldest first."""
         return tuple(self._leases.values())
 
+    @property
+    def begun(self) -> tuple[OpenLease, ...]:
+        """The leases that are begun, as far as is known here; oldest first."""
+        return tuple(x for x in self._leases.values() if x.number not in self._ahead.get(x.cluster_id, ()))
+
     def open(
-        self, cluster_id: str, lease: Lease | None, num_samples: tuple[int, ...], first_sample: int = 0
+        self,
+        cluster_id: str,
+        lease: Lease | None,
+        num_samples: tuple[int, ...],
+        first_sample: int = 0,
+        *,
+        is_ahead: bool = False,
     ) -> OpenLease:
-        """Open a lease of so many samples in each microbatch."""
+        """Open a lease of so many samples in each microbatch; one that is ahead is begun later."""
         first, number = MicrobatchId(self.num_microbatches), LeaseId(self._next_number)
         opened = OpenLease(number, cluster_id, lease, first, num_samples, first_sample=first_sample)
         self.num_microbatches += len(num_samples)
         self._next_number += 1
         self._leases[number] = opened
-        self._by_cluster.setdefault(cluster_id, {})[number] = opened
+        (self._ahead if is_ahead else self._by_cluster).setdefault(cluster_id, {})[number] = opened
+        self.num_ahead += sum(num_samples) if is_ahead else 0
         return opened
+
+    def begin_next(self, cluster_id: str) -> OpenLease | None:
+        """Begin the oldest lease that a cluster has ahead, if it has one."""
+        lease = next(iter(self._ahead.get(cluster_id, {}).values()), None)
+        if lease is not None:
+            self._drop_ahead(lease)
+            self._by_cluster.setdefault(cluster_id, {})[lease.number] = lease
+        return lease
+
+    def _drop_ahead(self, lease: OpenLease) -> bool:
+        ahead = self._ahead.get(lease.cluster_id, {})
+        if ahead.pop(lease.number, None) is None:
+            return False
+        self.num_ahead -= sum(lease.num_samples)
+        if not ahead:
+            del self._ahead[lease.cluster_id]
+        return True
 
     def reserve(self) -> tuple[LeaseId, MicrobatchId]:
         """Return the numbers of a lease with one microbatch that is not counted here."""
@@ -151,9 +182,11 @@ class OpenLeases:
     def close(self, lease: OpenLease) -> None:
         """Forget a lease."""
         del self._leases[lease.number]
+        self.sated.discard(lease.cluster_id)
+        if self._drop_ahead(lease):
+            return
         of_cluster = self._by_cluster[lease.cluster_id]
         del of_cluster[lease.number]
-        self.sated.discard(lease.cluster_id)
         if not of_cluster:
             del self._by_cluster[lease.cluster_id]
 
@@ -162,11 +195,15 @@ class OpenLeases:
         return self._leases.get(number)
 
     def of(self, cluster_id: str) -> tuple[OpenLease, ...]:
-        """Return the leases of a cluster."""
+        """Return the leases that a cluster has begun."""
         return tuple(self._by_cluster.get(cluster_id, {}).values())
 
+    def ahead_of(self, cluster_id: str) -> tuple[OpenLease, ...]:
+        """Return the leases that a cluster has ahead."""
+        return tuple(self._ahead.get(cluster_id, {}).values())
+
     def has(self, cluster_id: str) -> bool:
-        """Return whether a cluster has a lease."""
+        """Return whether a cluster has begun a lease."""
         return cluster_id in self._by_cluster
 
 
@@ -224,6 +261,11 @@ class LeaseBook:
         if self._num_fresh:
             return self._next_epoch, min(self._num_samples - self._next_place, self._num_fresh)
         return None
+
+    @property
+    def has_fresh_next(self) -> bool:
+        """Whether the next lease is of samples that nobody had before."""
+        return bool(self._num_fresh) and not self._requeued
 
     @property
     def num_before(self) -> int:
@@ -290,11 +332,14 @@ class LeaseBook:
     def release(self, cluster_id: str) -> tuple[Lease, ...]:
         """Put the open samples of `cluster_id` back, to be leased first; return its closed leases."""
         closed = tuple(lease for lease in self._open.values() if lease.cluster_id == cluster_id)
-        for lease in closed:
-            del self._open[lease.number]
+        self.put_back(closed)
+        return closed
+
+    def put_back(self, leases: Iterable[Lease]) -> None:
+        """Put the samples of open leases back, to be leased first."""
+        closed = [self._open.pop(lease.number) for lease in leases]
         given_back = [(lease.epoch, lease.start, lease.stop) for lease in closed]
         self._requeued = deque(join_intervals([*given_back, *self._requeued]))
-        return closed
 
     def uncount(self, leases: Iterable[Lease]) -> int:
         """Put counted samples back, of epochs that are over too; return how many."""

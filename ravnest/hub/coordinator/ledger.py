@@ -4,7 +4,6 @@ Samples count when the root of a cluster says that a lease is done. Losses and v
 monitors sum their reports, and the ledger records the sums.
 """
 
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
@@ -18,6 +17,8 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
+from ravnest.hub.coordinator.lease_queries import LeaseQueries
+from ravnest.hub.coordinator.lease_reserve import LEASES_AHEAD, find_room
 from ravnest.hub.coordinator.leases import (
     LeaseBook,
     LedgerState,
@@ -26,7 +27,7 @@ from ravnest.hub.coordinator.leases import (
     cut_batches,
     join_intervals,
 )
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.progress import (
@@ -39,95 +40,34 @@ from ravnest.hub.coordinator.progress import (
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
+    LeaseBegin,
     LeaseDone,
     LeaseGrant,
 )
 
 
 def grant_lease(
-    cluster: ClusterState, lease: OpenLease, samples: Sequence[int], placement: Placement
+    cluster: ClusterState,
+    lease: OpenLease,
+    samples: Sequence[int],
+    placement: Placement,
+    *,
+    is_ahead: bool = False,
 ) -> list[Send | SendFields]:
-    """Return the actions that grant a cluster a lease on these samples."""
+    """Return the actions that grant a cluster a lease on these samples, to be begun later if it is ahead."""
     is_evaluation, stops = lease.lease is None, accumulate(lease.num_samples)
     batches = tuple(
         tuple(samples[stop - size : stop]) for stop, size in zip(stops, lease.num_samples, strict=True)
     )
     consumers = placement.fields(cluster, is_evaluation)
-    granted = LeaseGrant(
-        cluster.build_id, lease.number, is_evaluation, lease.first_microbatch, lease.num_samples
-    )
-    fields = SendFields(
-        cluster.build_id, lease.number, is_evaluation, lease.first_microbatch, batches, consumers
-    )
-    return [Send(cluster.root, granted), fields]
+    facts = (cluster.build_id, lease.number, is_evaluation, lease.first_microbatch)
+    granted = LeaseGrant(*facts, lease.num_samples, is_ahead=is_ahead)
+    return [Send(cluster.root, granted), SendFields(*facts, batches, consumers)]
 
 
 _MOST_UNCONFIRMED = 10_000  # leases of a root that nobody has checked; older ones count for good
 _OPEN_LEASES = 2  # per cluster at least: one that is trained, one that waits
 _MOST_LEASED = 2.0  # seconds of work in a lease, or one update: a fault costs what is leased
-
-
-class LeaseQueries:
-    """What can be asked of a ledger, and changes nothing."""
-
-    _settings: JobSettings
-    _open: OpenLeases
-    _book: LeaseBook
-    _awaited: list[OpenLease]
-    _evaluation: Evaluation | None
-    exact: ExactBatches
-
-    def find_open(self, number: LeaseId) -> OpenLease | None:
-        """Return the lease of this number, if it is under way and of samples to be trained."""
-        found = self._open.find(number)
-        return found if found is not None and found.lease is not None else None
-
-    def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
-        number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
-        lease = self._awaited[number - 1] if number else None
-        return lease if lease is not None and microbatch in lease.microbatches else None
-
-    def find_evaluation(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the open lease under which a cluster evaluates a microbatch."""
-        lease = self._find(cluster, microbatch)
-        return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
-
-    @property
-    def epochs_under_way(self) -> set[int]:
-        """The epochs, from 0, that are begun and not counted whole."""
-        return self._book.under_way
-
-    @property
-    def num_begun(self) -> int:
-        """How many epochs are leased to their end, or begun."""
-        return self._book.num_begun
-
-    def is_under_way(self, epoch: int) -> bool:
-        """Return whether an epoch, from 0, is begun and not over."""
-        return 0 < self._book.num_counted(epoch) < self._settings.epoch_size(epoch) or any(
-            lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
-        )
-
-    def ends_epoch(self, number: LeaseId) -> bool:
-        """Return whether an epoch is over when this lease is done."""
-        opened = self._open.find(number)
-        if opened is None or opened.lease is None:
-            return False
-        num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
-        return num_counted == self._settings.epoch_size(opened.lease.epoch)
-
-    def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
-        return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
-
-    def is_unfinished(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
-        return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
-
-    def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        held = self._open.of(cluster.cluster_id)
-        return next((lease for lease in held if microbatch in lease.microbatches), None)
 
 
 class Ledger(LeaseQueries):
@@ -192,20 +132,15 @@ class Ledger(LeaseQueries):
             self._book.is_finished or (self._is_stopped and not self._book.open_leases)
         )
 
-    @property
-    def trained(self) -> Trained:
-        """How far the job is."""
-        epoch = min(self.num_counted // self._settings.num_samples + 1, self._settings.epochs)
-        return Trained(self.num_counted, self._settings.num_total, epoch, self._loss)
-
-    @property
-    def open_leases(self) -> tuple[OpenLease, ...]:
-        """Leases under way, oldest first."""
-        return self._open.all
-
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
-        """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
+        """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on.
+
+        Leases stay open, because clusters have trained meanwhile; shares of exact updates wait for rounds.
+        """
         self._evaluation = None
+        self._close(lease for lease in self._open.all if lease.lease is None)
+        for cluster in clusters if self.exact else ():
+            self.give_back(cluster)
         self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
@@ -215,8 +150,7 @@ class Ledger(LeaseQueries):
     def give_back(self, cluster: ClusterState) -> int:
         """Give back the leases of a cluster that stands still; return their samples."""
         given_back = self._book.release(cluster.cluster_id)
-        for lease in self._open.of(cluster.cluster_id):
-            self._open.close(lease)
+        self._close((*self._open.of(cluster.cluster_id), *self._open.ahead_of(cluster.cluster_id)))
         self.exact.release(cluster)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
@@ -224,24 +158,22 @@ class Ledger(LeaseQueries):
             self._evaluation = None if self._is_stopped and not again.is_last else again
         return sum(lease.num_samples for lease in given_back)
 
-    @property
-    def means(self) -> dict[int, Means]:
-        """What was reported of the epochs that are under way, from 0."""
-        return dict(self._means)
+    def _close(self, leases: Iterable[OpenLease]) -> None:
+        for lease in leases:
+            self._open.close(lease)
 
-    @property
-    def num_granted(self) -> int:
-        """How many microbatches were granted so far."""
-        return self._open.num_microbatches
-
-    @property
-    def awaited_leases(self) -> set[LeaseId]:
-        """Leases of which reports count: open ones, and all of epochs that are under way."""
-        return {lease.number for lease in (*self._awaited, *self._open.all)}
+    def _withdraw_ahead(self) -> None:
+        """Let no cluster begin what it has ahead."""
+        ahead = self.leases_ahead if self._open.num_ahead else ()
+        self._book.put_back(lease.lease for lease in ahead if lease.lease is not None)
+        self._close(ahead)
+        gone = {lease.number for lease in ahead}
+        self._awaited = [lease for lease in self._awaited if lease.number not in gone]
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
         self._is_stopped = True
+        self._withdraw_ahead()
         if self._evaluation and not self._evaluation.is_last and not self._evaluation.next_sample:
             self._evaluation = None
 
@@ -255,8 +187,7 @@ class Ledger(LeaseQueries):
 
     def skip_evaluation(self) -> None:
         """Wait no longer for the last evaluation."""
-        for lease in self.open_leases:
-            self._open.close(lease)
+        self._close(self._open.all)
         self._evaluation = None
 
     def start_evaluation(self, but: frozenset[str] = frozenset()) -> None:
@@ -268,6 +199,7 @@ class Ledger(LeaseQueries):
     def fill(self, placement: Placement, held: str = "") -> list[Send | SendFields]:
         """Grant leases until every running cluster has enough, but for those that drain or are held."""
         if placement.is_exact:
+            self._withdraw_ahead()
             return [] if held else self._fill_exact(placement)
         orders: list[Send | SendFields] = []
         for cluster in placement.running:
@@ -440,15 +372,6 @@ class Ledger(LeaseQueries):
         """Record that a check has shown this root to train: what it has counted is counted for good."""
         self._unconfirmed.pop(node, None)
 
-    def num_unconfirmed(self, node: NodeId) -> int:
-        """Return how many samples count on the word of this root alone."""
-        return sum(sum(each.num_samples) for each in self._unconfirmed.get(node, ()))
-
-    def last_counted(self, node: NodeId) -> OpenLease | None:
-        """Return the last lease that counts on the word of this root alone."""
-        counted = self._unconfirmed.get(node)
-        return counted[-1] if counted else None
-
     def undo(self, node: NodeId) -> int:
         """Have samples trained again that count on this root's word alone, of epochs that are over too."""
         undone = [each.lease for each in self._unconfirmed.pop(node, ()) if each.lease is not None]
@@ -460,41 +383,60 @@ class Ledger(LeaseQueries):
             self.progress.record_versions((), self.num_reported)
             self.has_undone, self.average_books = True, None
             if self._evaluation and not self._evaluation.is_last:  # it comes when that is trained
-                for lease in (x for x in self._open.of(self._evaluation.cluster_id) if x.lease is None):
-                    self._open.close(lease)
+                self._close(x for x in self._open.of(self._evaluation.cluster_id) if x.lease is None)
                 self._evaluation = self._evaluation.begin_again()
         return num_samples
 
-    def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
-        """Return the samples of a microbatch of an open lease."""
-        index = microbatch - lease.first_microbatch
-        start, size = sum(lease.num_samples[:index]), lease.num_samples[index]
-        if lease.lease is None:
-            return tuple(range(lease.first_sample + start, lease.first_sample + start + size))
-        return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
-
     def _grant(self, cluster: ClusterState, placement: Placement, share: int) -> list[Send | SendFields]:
-        evaluation = self._due_evaluation(placement.running)
+        may_train = not self._is_stopped and not self.is_paused
+        begun = self._open.begin_next(cluster.cluster_id) if may_train else None
+        evaluation = self._due_evaluation(placement.running) if begun is None else None
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
             return self._grant_evaluation(evaluation, cluster, placement)
-        if self._is_stopped or self.is_paused:
+        orders: list[Send | SendFields] = []
+        if begun is not None:
+            orders = [Send(cluster.root, LeaseBegin(cluster.build_id, begun.number))]
+        elif may_train:
+            orders = self._lease(cluster, placement, share)
+        if not orders:
             return []
-        updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
-        most = self._schedule.limit(updates * share, self._book.num_before)
-        lease = self._book.lease(cluster.cluster_id, most)
+        batches = len(placement.running) * share / self._settings.batch_size
+        ahead = _OPEN_LEASES * self._chunk_batches + cluster.updates_in_flight
+        rates = self.progress.send_rates(cluster, ahead, batches, placement.rate_times)
+        return [*rates, *orders, *self._extend_reserve(cluster, placement, share)]
+
+    def _lease(
+        self, cluster: ClusterState, placement: Placement, share: int, *, is_ahead: bool = False
+    ) -> list[Send | SendFields]:
+        """Lease a cluster the next samples, if there are some."""
+        lease = self._book.lease(cluster.cluster_id, self._lease_size(cluster, share))
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
-        opened = self._open.open(
-            cluster.cluster_id, lease, cut_batches(len(samples), share, self._microbatches)
-        )
+        sizes = cut_batches(len(samples), share, self._microbatches)
+        opened = self._open.open(cluster.cluster_id, lease, sizes, is_ahead=is_ahead)
         self._awaited.append(opened)
-        batches = len(placement.running) * share / self._settings.batch_size
-        ahead = _OPEN_LEASES * self._chunk_batches + cluster.updates_in_flight
-        return [
-            *self.progress.send_rates(cluster, ahead, batches, placement.rate_times),
-            *grant_lease(cluster, opened, samples, placement),
-        ]
+        return grant_lease(cluster, opened, samples, placement, is_ahead=is_ahead)
+
+    def _lease_size(self, cluster: ClusterState, share: int) -> int:
+        updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
+        return self._schedule.limit(updates * share, self._book.num_before)
+
+    def _extend_reserve(
+        self, cluster: ClusterState, placement: Placement, share: int
+    ) -> list[Send | SendFields]:
+        """Lease a cluster samples ahead, as far as there is room."""
+        orders: list[Send | SendFields] = []
+        for _ in range(LEASES_AHEAD if self._settings.reserve_seconds else 0):
+            if self._evaluation is not None or not self._book.has_fresh_next:
+                break
+            before, ahead = self._book.num_before, self._open.ahead_of(cluster.cluster_id)
+            num_left = self._schedule.next_place(self._evaluated, before) - before
+            facts = (cluster.samples_per_second, ahead, self._open.num_ahead, num_left)
+            if find_room(self._settings, *facts) < self._lease_size(cluster, share):
+                break
+            orders += self._lease(cluster, placement, share, is_ahead=True)
+        return orders
 
     def _grant_evaluation(
         self, evaluation: Evaluation, cluster: ClusterState, placement: Placement
@@ -524,12 +466,6 @@ class Ledger(LeaseQueries):
             fellows = tuple(each for each in fellows if each.cluster_id not in self._asked) or fellows
             self._evaluation.cluster_id = self.draws.choose(fellows).cluster_id
         return self._evaluation
-
-    @property
-    def _upcoming_epoch(self) -> int:
-        """The epoch of the samples that would be leased next."""
-        upcoming = self._book.upcoming
-        return self._settings.epochs if upcoming is None else upcoming[0]
 
 
 def weigh_cluster(ledger: Ledger, cluster: ClusterState, samples_per_update: float) -> float:

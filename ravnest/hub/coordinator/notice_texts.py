@@ -21,6 +21,8 @@ from ravnest.hub.coordinator.notices import (
     Joined,
     Leaving,
     Left,
+    LogGoesOn,
+    LogWaits,
     Measured,
     MicrobatchDropped,
     Missing,
@@ -86,6 +88,12 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
         case CutOff(num_peers, seconds):
             return _show_cut_off(num_peers, seconds)
+        case LogWaits(reason, seconds):
+            return (
+                f"the log cannot be written: {reason}; the hub waits for it, {show_seconds(seconds)} at most"
+            )
+        case LogGoesOn(seconds):
+            return f"the log is written again, after {show_seconds(seconds)}; training goes on"
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):

@@ -96,6 +96,21 @@ class CutOff:
 
 
 @dataclass(frozen=True, slots=True)
+class LogWaits:
+    """The log cannot be written, and why: the hub does nothing until it can, for so many seconds at most."""
+
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogGoesOn:
+    """The log is written again, after so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """A peer left, and why."""
 
@@ -391,6 +406,8 @@ Notice = (
     | Returned
     | Missing
     | CutOff
+    | LogWaits
+    | LogGoesOn
     | Left
     | Leaving
     | SpeedChanged

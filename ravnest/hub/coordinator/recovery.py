@@ -141,8 +141,10 @@ class Recovery:
             times += [drained_by] if now < drained_by else [member.leaves_by]
         return min(times, default=None)
 
-    def mark_broken(self, cluster: ClusterState, reason: str, since: float) -> list[Action]:
-        """Stop a cluster that lost a node, and give its leases back."""
+    def mark_broken(
+        self, cluster: ClusterState, reason: str, since: float, *, keeps_leases: bool = False
+    ) -> list[Action]:
+        """Stop a cluster that lost a node, and give its leases back: at once, or with the next plan."""
         if cluster.is_broken:
             return []
         was_running = cluster.is_running
@@ -150,16 +152,20 @@ class Recovery:
         if cluster.stopped_at is None and was_running:
             cluster.stopped_at = since
         self._checkpoints.drop(cluster)
-        given_back = self._ledger.give_back(cluster)
+        given_back = 0 if keeps_leases else self._ledger.give_back(cluster)
         return [Notify(ClusterBroken(cluster.name, reason, given_back))] if was_running else []
 
     def restart(self, books: LedgerState | None, now: float) -> list[Action]:
-        """Go on after the hub was away: everything stands still until all are back, or long enough."""
+        """Go on after the hub was away: all are built anew when they are back, or were waited for.
+
+        Until then clusters train what they have, and what they have trained counts.
+        """
         self.saved = books
         self._membership.mark_all_missing(now + self._timeouts.return_seconds)
         self._placement.forget_parts()
         self._ledger.stand_still(self._placement.clusters)
-        broken = [self.mark_broken(each, "the hub was away", now) for each in self._placement.clusters]
+        why, clusters = "the hub was away", self._placement.clusters
+        broken = [self.mark_broken(each, why, now, keeps_leases=True) for each in clusters]
         return [action for actions in broken for action in actions]
 
     def needs(self, name: NodeId) -> bool:

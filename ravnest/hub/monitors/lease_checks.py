@@ -1,9 +1,10 @@
 """Lease checks: a lease counts when its leaf has reported every microbatch, and not before it can be trained.
 
 A root's word that a lease is done waits until the reports of all its microbatches are here, or their drops:
-root and leaf have links of their own. And it waits while its cluster has counted more than it can have
-trained. That is some times what the plan foresees of it, and as much more or less as the best of the others
-does. So what a provider states of its PC is an upper bound. A cluster alone is not compared with anybody.
+root and leaf have links of their own, and tell a hub that was away again what it may not have heard. And it
+waits while its cluster has counted more than it can have trained. That is some times what the plan foresees
+of it, and as much more or less as the best of the others does. So what a provider states of its PC is an
+upper bound. A cluster alone is not compared with anybody, nor is what was trained while the hub was away.
 """
 
 from collections.abc import Callable, Collection
@@ -45,7 +46,6 @@ class LeaseChecks:
     """Holds what roots say until it can be true; `reported` tells the microbatches that leaves reported."""
 
     reported: Reported
-    _granted: set[LeaseId] = field(default_factory=set)  # before them nobody listened to reports
     _held: dict[LeaseId, Received] = field(default_factory=dict)
     _work: dict[str, _Work] = field(default_factory=dict)  # by cluster_id
     _due: float | None = None  # when the first one that waits for time may count
@@ -56,10 +56,9 @@ class LeaseChecks:
         return self._due
 
     def record_grant(self, cluster: ClusterState | None, grant: LeaseGrant, now: float) -> None:
-        """Record a lease whose reports are all heard here."""
+        """Record when a cluster got its first lease."""
         if cluster is None:
             return
-        self._granted.add(grant.lease)
         num_samples = sum(grant.num_samples)
         begun = _Work(now, now, num_samples, float(_BURST * num_samples))
         self._work.setdefault(cluster.cluster_id, begun)
@@ -72,7 +71,7 @@ class LeaseChecks:
             return False
         is_possible = done.num_samples <= sum(lease.num_samples)
         is_due = event.sender == cluster.root and done.build_id == cluster.build_id and is_possible
-        if not is_due or done.lease not in self._granted:
+        if not is_due:
             return False
         self._held.setdefault(done.lease, event)  # a second copy says nothing new
         return True
@@ -91,7 +90,6 @@ class LeaseChecks:
 
     def _forget(self, number: LeaseId) -> None:
         del self._held[number]
-        self._granted.discard(number)
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
         """Forget all clusters but these."""

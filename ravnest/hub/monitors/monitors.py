@@ -160,7 +160,7 @@ class ReportSums:
         microbatch = report.microbatch
         if report.version > ledger.num_granted + 1:  # an update is of a microbatch at least
             return f"cluster {cluster.name} cannot have made {report.version} updates"
-        lease = ledger.find_training(microbatch)
+        lease = ledger.find_awaited(microbatch)
         if lease is not None and self._is_awaited(lease, cluster, microbatch):
             self._add_training(ledger, cluster, lease, report)
             return True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
-from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.config import RESERVE, TIMEOUTS, HubTimeouts
 from ravnest.errors import GuardError
 from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.events import (
@@ -36,7 +36,7 @@ from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
 
-_MOST_REMEMBERED = 4096  # microbatches
+_MOST_REMEMBERED = 32 * RESERVE.most_microbatches  # microbatches: those that are ahead may be checked
 _MOST_REFUSED = 3  # results of one node for one reason: it may be no fault of the node
 
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state

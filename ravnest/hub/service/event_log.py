@@ -1,9 +1,9 @@
 """Where a hub keeps its events: the interface, and SQLite in the folder of a run.
 
-An appended event outlives a kill -9 of the hub, and others may read meanwhile. A power cut may cost the last
-moments, never the order. To append waits for no disk: a thread moves SQLite's journal into the log now and
-then. A coordinator that is told its events again is the coordinator that was. Rows are msgpack of known
-records; nothing else in the file is read.
+There an appended event outlives a kill -9 of the hub, and others may read meanwhile. A power cut may cost
+the last moments, never the order. To append waits for no disk: a thread moves SQLite's journal into the log
+now and then. A coordinator that is told its events again is the coordinator that was. Rows are msgpack of
+known records; nothing else in the file is read.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.errors import ConfigError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
+from ravnest.hub.coordinator.notices import LogGoesOn, LogWaits
 from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import messages
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOG_SCHEMA = 4  # it changes when old events cannot be read any more, or mean something else
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
 _EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
-_MOST_EVENT_BYTES = 64 << 20
+MOST_EVENT_BYTES = 64 << 20
 _TIDY_EVERY = 1_000  # events: some megabytes of SQLite's journal, read again by whoever opens the log
 _TABLES = f"""
 BEGIN;
@@ -73,11 +74,33 @@ def read_event(kind: str, body: bytes) -> Event:
     return event
 
 
+def read_row(number: int, kind: str, body: bytes, where: object) -> Event:
+    """Return the event of a row of the log, or raise ConfigError with the number of a damaged one."""
+    try:
+        return read_event(kind, body)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ProtocolError) as problem:
+        reason = f"event {number} of its log is damaged: {str(problem)[:200]!r}"
+        raise ConfigError(f"{where}: {reason}") from None
+
+
 class EventStore(Protocol):
-    """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store."""
+    """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store.
+
+    What follows from an event is done by `after_written`, so nobody hears of what a restarted hub would not
+    know.
+    """
 
     def append(self, event: Event) -> None:
-        """Append an event; when this returns, it outlives the hub's process."""
+        """Append an event; it may still be on its way to the store when this returns."""
+
+    def after_written(self, act: Callable[[], None]) -> None:
+        """Call this, in the order given, when all that was appended outlives the hub's process."""
+
+    async def write(self, tell: Callable[[LogWaits | LogGoesOn], None]) -> None:
+        """Write what is appended; tell when that has to wait, and when it goes on."""
+
+    async def wait_for_room(self) -> None:
+        """Wait while too much is on its way to the store."""
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
@@ -86,7 +109,31 @@ class EventStore(Protocol):
         """Close the log, so that others may write."""
 
 
-class EventLog:
+class WritesAtOnce:
+    """The part of an EventStore that has nothing to do where `append` writes."""
+
+    def after_written(self, act: Callable[[], None]) -> None:
+        """Call this: all that was appended is written."""
+        act()
+
+    async def write(self, tell: Callable[[LogWaits | LogGoesOn], None]) -> None:
+        """Return: nothing waits."""
+
+    async def wait_for_room(self) -> None:
+        """Return: nothing waits."""
+
+
+class LogPlace(Protocol):
+    """Where a log lies, for whoever only reads it; as text it is what people call it."""
+
+    def read(self, after: int) -> contextlib.AbstractContextManager[Iterator[Event]]:
+        """Give the events after the first so many."""
+
+    def identify(self) -> object | None:
+        """Return what tells this log from another one in its place; None: there is none."""
+
+
+class EventLog(WritesAtOnce):
     """An EventStore in SQLite, in a run folder. Use it as a context manager, or `open` and `close` it."""
 
     def __init__(
@@ -138,17 +185,7 @@ class EventLog:
         chosen = "SELECT number, kind, body FROM events WHERE number > ? ORDER BY number"
         with _explained(self._folder):
             for number, kind, body in self._database.execute(chosen, (after,)):
-                try:
-                    yield read_event(kind, body)
-                except (
-                    msgspec.MsgspecError,
-                    ValueError,
-                    TypeError,
-                    RecursionError,
-                    ProtocolError,
-                ) as problem:
-                    reason = f"event {number} of its log is damaged: {str(problem)[:200]!r}"
-                    raise ConfigError(f"{self._folder}: {reason}") from None
+                yield read_row(number, kind, body, self._folder)
 
     def _open_to_write(self, opened: contextlib.ExitStack) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -186,31 +223,58 @@ class EventLog:
             )
 
 
-class LogReplay:
-    """Replays a folder's log, each time from where it was; `show` sees each event with its actions."""
+class LogFolder:
+    """The LogPlace of a run whose log is in its folder."""
 
-    def __init__(self, folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None) -> None:
-        self._folder, self._timeouts, self._show = folder, timeouts, show
-        self._file = _identify(folder / _LOG)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    @contextlib.contextmanager
+    def read(self, after: int) -> Iterator[Iterator[Event]]:
+        """Give the events after the first so many."""
+        with EventLog(self._folder, is_read_only=True) as store:
+            yield store.events(after)
+
+    def identify(self) -> object | None:
+        """Return what tells this file from another of its name; None: it is not there."""
+        try:
+            found = (self._folder / _LOG).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+class LogReplay:
+    """Replays a log, each time from where it was; `show` sees each event with its actions."""
+
+    def __init__(
+        self, where: Path | LogPlace, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None
+    ) -> None:
+        self._place = LogFolder(where) if isinstance(where, Path) else where
+        self._timeouts, self._show = timeouts, show
+        self._found = self._place.identify()
         self._num_read = 0
         self.tracker: StatusTracker | None = None  # none while the log has no job
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the folder has another log by now: a new run was begun in it."""
-        return _identify(self._folder / _LOG) not in (None, self._file)
+        """Whether another log is there by now: a new run was begun."""
+        return self._place.identify() not in (None, self._found)
 
     def read_on(self) -> int:
         """Apply the events that are new, and return their number; ConfigError says what is wrong with one."""
         before = self._num_read
-        with EventLog(self._folder, is_read_only=True) as store:
-            for event in store.events(self._num_read):
+        with self._place.read(self._num_read) as events:
+            for event in events:
                 if self.tracker is None:
                     if not isinstance(event, JobGiven):
-                        raise ConfigError(f"{self._folder}: its log does not begin with a job")
-                    with _refused_if_unfit(event, f"{self._folder}: "):
+                        raise ConfigError(f"{self._place}: its log does not begin with a job")
+                    with _refused_if_unfit(event, f"{self._place}: "):
                         self.tracker = StatusTracker(Coordinator(event, self._timeouts))
-                with _refused_if_unfit(event, f"{self._folder}: "):
+                with _refused_if_unfit(event, f"{self._place}: "):
                     actions = self.tracker.hub.apply(event)
                     self.tracker.observe(event, actions)
                     if self._show is not None:
@@ -219,28 +283,19 @@ class LogReplay:
         return self._num_read - before
 
 
-def _identify(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from another of its name; None: it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 def read_watch(
-    folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None
+    where: Path | LogPlace, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None
 ) -> StatusTracker | None:
-    """Return the coordinator of this folder's log with its status; None while the log has no job."""
-    replay = LogReplay(folder, timeouts, show)
+    """Return the coordinator of this log with its status; None while the log has no job."""
+    replay = LogReplay(where, timeouts, show)
     replay.read_on()
     return replay.tracker
 
 
-def read_status(folder: Path) -> Status:
-    """Return where the run of this folder stands, whether its hub is running or not."""
-    watch = read_watch(folder)
-    with _refused_if_unfit(None, f"{folder}: "):
+def read_status(where: Path | LogPlace) -> Status:
+    """Return where the run of this log stands, whether its hub is running or not."""
+    watch = read_watch(where)
+    with _refused_if_unfit(None, f"{where}: "):
         return NO_JOB if watch is None else watch.status()
 
 
@@ -258,7 +313,7 @@ def _read_only(path: Path) -> sqlite3.Connection:
         database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
     database.execute(_READS_WHAT_IS_LEFT)
     database.execute("PRAGMA trusted_schema = OFF")
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_EVENT_BYTES)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_EVENT_BYTES)
     return database
 
 
@@ -272,7 +327,7 @@ def _refused_if_unfit(event: Event | None, where: str = "") -> Iterator[None]:
     except Exception as error:
         kind = "the end" if event is None else type(event).__name__
         reason = f"its log does not fit together ({kind}: {type(error).__name__})"
-        raise ConfigError(f"{where}{reason}; move {_LOG} away, or choose another folder") from error
+        raise ConfigError(f"{where}{reason}; move it away, or choose another folder") from error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,16 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.generation import Generations
-from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, SampledText, Waiting
+from ravnest.hub.coordinator.notices import (
+    CutOff,
+    LogGoesOn,
+    LogWaits,
+    Missing,
+    Notice,
+    Returned,
+    SampledText,
+    Waiting,
+)
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
@@ -55,6 +65,7 @@ from ravnest.hub.service.admission import Admission, ProbeReports, Spending
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.generation_service import GenerationService
+from ravnest.hub.service.hub_clock import HubClock
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
@@ -67,6 +78,7 @@ from ravnest.protocol.membership import (
     Hello,
     ProbeOrder,
     ProbeReport,
+    Recounted,
     Refused,
     Stop,
     Welcome,
@@ -106,8 +118,8 @@ HUB_PARTS = HubParts()
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` gets every event that changes the state, before its actions are carried out. `admission` may
-    let peers in before that.
+    `store` gets every event that changes the state; its actions are carried out when it is written. While
+    that cannot be, the hub's time stands and it hears nobody. `admission` may let peers in before that.
     """
 
     def __init__(
@@ -129,6 +141,7 @@ class Server:
         self._parts = parts
         self._timeouts = parts.timeouts.hub
         self._in_background = in_background  # runs a function of the owner's where it delays no message
+        self._store = store
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
@@ -136,10 +149,11 @@ class Server:
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
         self._outage_timer: asyncio.TimerHandle | None = None
-        self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
+        self._is_log_late = False
+        self._was_cut_off = False
         self._evicted: set[PeerId | None] = set()
+        self._returning: dict[PeerId, PeerReturned] = {}  # known by a hub that was started anew
         self._reports = ProbeReports(self._exchange, self._apply)
-        self._timer: asyncio.TimerHandle | None = None
         self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
         self.generation = GenerationService(Generations(hub.placement), self._post, self._timeouts)
@@ -151,23 +165,26 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[Finish | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
-        self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
+        self._clock = HubClock(self.hub.now, lambda: self._apply(Tick(self._clock.now())))
         self._outbox = Outbox(transport, self._start, self._admission.find, self._drop_link)
         needs_parts = self.hub.placement.needs_parts
-        around = (self._apply, self._in_background, self._drop_node, self._time, needs_parts)
+        around = (self._apply, self._in_background, self._drop_node, self._clock.now, needs_parts)
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
         is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
-            now = self._time()
+            now = self._clock.now()
             self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
             if not self._has_lost_log:
                 self._start(self._listen())
+            if self._store is not None:
+                self._start(self._write_log(self._store))
             try:
                 outcome = await self._result
             finally:
                 self.generation.close()
                 await self._part()
-                for timer in (self._timer, self._outage_timer, self._reminder):
+                self._clock.close()
+                for timer in (self._outage_timer, self._reminder):
                     if timer is not None:
                         timer.cancel()
                 for task in tuple(self._background):
@@ -176,26 +193,23 @@ class Server:
             raise outcome
         return outcome
 
-    def _time(self) -> float:
-        return self._loop.time() + self._ahead if self._stands_at is None else self._stands_at
-
     def record_texts(self, texts: tuple[SampledText, ...]) -> None:
         """Record what the model writes after an evaluation, for people."""
-        self._apply(TextsSampled(texts, self._time()))
+        self._apply(TextsSampled(texts, self._clock.now()))
 
     def stop(self, reason: str) -> None:
         """End the job early; what was trained is kept."""
         self._outages.record_stop(self._loop.time())
         self._follow_outages()
-        self._apply(Stopped(reason, self._time()))
+        self._apply(Stopped(reason, self._clock.now()))
 
     def checkpoint(self) -> None:
         """Write what was trained down now; a notice says what came of it."""
-        self._apply(CheckpointAsked(self._time()))
+        self._apply(CheckpointAsked(self._clock.now()))
 
     def pause(self, is_paused: bool) -> None:
         """Pause the training, or go on with it."""
-        self._apply(PauseAsked(is_paused, self._time()))
+        self._apply(PauseAsked(is_paused, self._clock.now()))
 
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""
@@ -218,8 +232,26 @@ class Server:
         if self._admission.names:
             await asyncio.wait([self._parting], timeout=self._timeouts.parting_seconds)
 
+    async def _write_log(self, store: EventStore) -> None:
+        try:
+            await store.write(self._follow_log)
+        except RavnestError as error:
+            self._end_without_log(error)
+
+    def _follow_log(self, notice: LogWaits | LogGoesOn) -> None:
+        self._is_log_late = isinstance(notice, LogWaits)
+        self._tell(notice)
+        self._follow_outages()
+
+    def _end_without_log(self, error: RavnestError) -> None:
+        """End: what would be done or logged after a gap could not be replayed."""
+        self._has_lost_log = True
+        self.fail(error)
+
     async def _listen(self) -> None:
         while True:
+            if self._store is not None:
+                await self._store.wait_for_room()
             match await self._transport.receive():
                 case Delivery() as delivery:
                     self._receive(delivery)
@@ -265,19 +297,14 @@ class Server:
         self._follow_outages()
         for name, absence in gone:
             if (peer := self._admission.find(name)) is not None:
-                self._forget(peer, absence.reason, self._time() - (self._loop.time() - absence.since))
+                self._forget(peer, absence.reason, self._clock.now() - (self._loop.time() - absence.since))
 
     def _follow_outages(self) -> None:
-        """Stop the hub's time while it is cut off, and set the timer for the next look."""
-        if self._outages.is_cut_off and self._stands_at is None:
-            self._stands_at = self._time()
-            if self._timer is not None:
-                self._timer.cancel()
+        """Stop the hub's time while it is cut off or cannot log, and set the timer for the next look."""
+        if self._outages.is_cut_off and not self._was_cut_off:
             self._tell(CutOff(len(self._outages.absent), self._timeouts.cut_off_seconds))
-        elif self._stands_at is not None and not self._outages.is_cut_off:
-            self._ahead = self._stands_at - self._loop.time()
-            self._stands_at = None
-            self._set_timer()
+        self._was_cut_off = self._outages.is_cut_off
+        self._clock.stand(still=self._was_cut_off or self._is_log_late)
         if self._outage_timer is not None:
             self._outage_timer.cancel()
         due = self._outages.due
@@ -298,6 +325,9 @@ class Server:
             self._welcome(delivery.sender, message)
         elif isinstance(message, Complaint) and name is not None:
             self._judge_complaint(delivery.sender, name, message)
+        elif isinstance(message, Recounted):
+            if (back := self._returning.pop(delivery.sender, None)) is not None:
+                self._apply(replace(back, now=self._time()))
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
         elif self._outbox.num_waiting(name) > self._parts.max_waiting:
@@ -326,11 +356,11 @@ class Server:
             return
         self._outages.record_arrival(self._loop.time())
         self._follow_outages()
-        name, now = known.node.name, self._time()
+        name, now = known.node.name, self._clock.now()
         relay_port = self._relay.port if self._relay is not None else 0
         self._post(Outgoing(name, Welcome(name, relay_port)))
-        if before is not None:
-            self._apply(PeerReturned(name, known.addresses, now))
+        if before is not None:  # it is back when it has said what it did meanwhile
+            self._returning[peer] = PeerReturned(name, known.addresses, now)
         else:
             self._apply(PeerJoined(known.node, key, known.addresses, now, known.guessed))
 
@@ -359,13 +389,14 @@ class Server:
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
+        self._returning.pop(peer, None)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
             self._follow_outages()
             self._outbox.forget(name)
             self._exchange.refuse(name, reason)
-            self._apply(PeerLeft(name, reason, self._time(), since))
+            self._apply(PeerLeft(name, reason, self._clock.now(), since))
 
     def _drop_node(self, name: NodeId, reason: str) -> None:
         if (peer := self._admission.find(name)) is not None:
@@ -382,18 +413,11 @@ class Server:
         if isinstance(message, ContentMessage):
             self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
-            self._reports.complete(name, message, self._time)
+            self._reports.complete(name, message, self._clock.now)
         elif isinstance(message, GenerationAnswer | GenerationFault):
             self.generation.receive(name, message)
         else:
-            self._apply(Received(name, message, self._time()))
-
-    def _charge(self, event: Event, actions: Sequence[Action]) -> None:
-        """Count a message that changed nothing against its sender."""
-        if isinstance(event, Received) and actions and isinstance(actions[0], Refusal):
-            peer = self._admission.find(event.sender)
-            if peer is not None:
-                self._afford(peer, Spending.IN_VAIN)
+            self._apply(Received(name, message, self._clock.now()))
 
     def _apply(self, event: Event) -> None:
         """Let the coordinator decide, carry out its actions, and set the timer for what is due."""
@@ -402,27 +426,26 @@ class Server:
         try:
             actions = self._monitored.apply(event)
         except ConfigError as error:  # also from a timer, which nobody awaits
-            self._has_lost_log = True  # what would be logged after a gap could not be replayed
-            self.fail(error)
+            self._end_without_log(error)
             return
-        for action in actions:
-            self._carry_out(action)
-        self._charge(event, actions)
-        if self.generation.num_open:
-            self.generation.follow()
+        if self._store is None:
+            self._follow_up(event, actions)
+        else:
+            self._store.after_written(partial(self._follow_up, event, actions))
         if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
-        self._set_timer()
+        self._clock.set(self._monitored.due)
 
-    def _set_timer(self) -> None:
-        """Set the timer for what the coordinator has due, by the hub's time."""
-        if self._timer is not None:
-            self._timer.cancel()
-        due = self._monitored.due if self._stands_at is None else None
-        self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
-
-    def _tick(self) -> None:
-        self._apply(Tick(self._time()))
+    def _follow_up(self, event: Event, actions: tuple[Action, ...]) -> None:
+        """Do what follows from an event that is in the log."""
+        for action in actions:
+            self._carry_out(action)
+        if isinstance(event, Received) and actions and isinstance(actions[0], Refusal):
+            peer = self._admission.find(event.sender)
+            if peer is not None:  # its message changed nothing: that is counted against it
+                self._afford(peer, Spending.IN_VAIN)
+        if self.generation.num_open:
+            self.generation.follow()
 
     def _carry_out(self, action: Action) -> None:  # noqa: C901 - one short case for each
         match action:
@@ -489,7 +512,7 @@ class Server:
 
     async def _make_plan(self, order: MakePlan) -> None:
         made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)
-        self._apply(replace(made, now=self._time()))
+        self._apply(replace(made, now=self._clock.now()))
 
     def _post(self, outgoing: Outgoing) -> None:
         self._outbox.post(outgoing)

@@ -47,6 +47,7 @@ def test_another_process_with_other_hashes_prints_the_same_bytes():
         ((*SMALL, "--batch", "0"), 3, "--batch 0 is no number of samples"),
         ((*SMALL, "--updates", "0"), 3, "--updates 0 is no length of a job"),
         ((*SMALL, "--seed", "-1"), 3, "--seed -1 is negative"),
+        ((*SMALL, "--link-noise", "nan"), 3, "--link-noise nan cannot be simulated"),
         ((*SMALL, "--churn", "-1"), 3, "--churn -1 is no number of times"),
         ((*SMALL, "--churn", "nothing.csv"), 3, "nothing.csv"),
     ],

@@ -23,6 +23,7 @@ from ravnest.peer.compute_protocol import (
     ComputeSetup,
     Delivered,
     FromCompute,
+    HubLink,
     ProviderLimits,
     SnapshotWritten,
     StageBuilt,
@@ -32,7 +33,7 @@ from ravnest.peer.compute_protocol import (
 from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
-from ravnest.protocol.membership import Complaint, Hello, Leave, Refused, Stop, Welcome
+from ravnest.protocol.membership import Complaint, Hello, Leave, Recounted, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import (
     BackupKept,
@@ -462,18 +463,61 @@ def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -
         await scene.hear(StageReady)
         await scene.nodes[HUB].__aexit__()
         await asyncio.sleep(5.0)
-        for number in range(100):  # more than a link holds
-            scene.compute.deliver(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
+        for _ in range(100):  # more than a link holds
+            scene.compute.deliver(Outgoing(HUB, Complaint(1, OTHER, "x" * 290)))
         await asyncio.sleep(5.0)
         await scene.open(HUB)
         first = await scene.hear(object)
         assert isinstance(first, Hello)
         assert first.build_id == 1
         await scene.say(Welcome(ME))
+        assert isinstance(await scene.hear(object), Recounted)
         scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
         assert (await scene.hear(object)).lease == 8
 
     assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
+
+
+def test_a_hub_that_was_started_anew_hears_what_counts_and_the_stage_goes_on_without_it_until_then() -> None:
+    async def script(scene: Scene, *_) -> None:
+        await scene.say(PlanOrder(1, 1, 0, STAGE, (ME,), (), ()))
+        await asyncio.sleep(1.0)
+        scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(7), 4)))
+        assert (await scene.hear(LeaseDone)).lease == 7
+        await scene.nodes[HUB].__aexit__()
+        await asyncio.sleep(5.0)
+        assert scene.compute.of(HubLink) == [HubLink(is_up=False)]
+        for number in range(1000):
+            scene.compute.deliver(Outgoing(HUB, replace(REPORT, microbatch=MicrobatchId(number))))
+        scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
+        scene.compute.deliver(Outgoing(HUB, LeaseDone(9, LeaseId(9), 4)))
+        await scene.open(HUB)
+        assert isinstance(await scene.hear(object), Hello)
+        await scene.say(Welcome(ME))
+        assert (await scene.hear(object)).lease == 7, "it may have died before it wrote that down"
+        assert [(await scene.hear(object)).microbatch for _ in range(1000)] == [*range(1000)]
+        assert (await scene.hear(object)).lease == 8
+        assert isinstance(await scene.hear(object), Recounted)
+        assert len(scene.compute.of(HubLink)) == 1, "only its plan ends what goes on without it"
+        await scene.say(PlanOrder(2, 2, 0, STAGE, (ME,), (), ()))
+        scene.compute.deliver(StageBuilt(2))
+        assert isinstance(await scene.hear(object), StageReady), "of a build before nothing is said again"
+
+    assert play(script) == "over"
+
+
+def test_a_hub_that_was_cut_off_is_there_again_for_the_stage() -> None:
+    async def script(scene: Scene, *_) -> None:
+        scene.network.partition([scene.keys[HUB].peer])
+        await asyncio.sleep(5.0)
+        scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(7), 4)))
+        scene.network.partition()
+        assert (await scene.hear(LeaseDone)).lease == 7
+        assert scene.compute.of(HubLink) == [HubLink(is_up=False), HubLink(is_up=True)]
+        scene.compute.deliver(StageBuilt(1))
+        assert isinstance(await scene.hear(object), StageReady), "once"
+
+    assert play(script) == "over"
 
 
 def test_a_neighbour_that_is_lost_takes_nobody_with_it() -> None:

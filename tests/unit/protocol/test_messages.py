@@ -109,7 +109,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (header("Pace", 1, 1, 0, 1, False), "Expected `int` >= 1"),
         (header("LearningRate", 1, 1, math.nan), "Expected `float`"),
         (header("LearningRate", 1, 1, -math.inf), "Expected `float`"),
-        (header("LeaseGrant", 1, 1, False, 1, [1] * 1025, None), "length <= 1024"),
+        (header("LeaseGrant", 1, 1, False, 1, [1] * 1025, None, False), "length <= 1024"),
         (header("BlobRequest", HASH + "\n", 0, 1, False), "matching regex"),
         (header("BlobRequest", "../" + HASH[3:], 0, 1, False), "matching regex"),
         (header("BlobRequest", HASH, 0, 2**20 + 1, False), "Expected `int` <= 1048576"),

@@ -583,3 +583,24 @@ def test_moments_are_exact_where_people_compare_them_with_one_process(optimizer,
     own = {"optimizer": torch.optim.AdamW(MODEL.parameters())} if optimizer else {}
     given = job(batch_size=4, loss=lambda out, batch: nn.functional.cross_entropy(out, batch["y"]), **own)
     assert prepare(given, replace(LOCAL_PLAN, **plan), 0, 0.0).job.config.states is states
+
+
+class Watched(nn.Module):
+    """A model with a buffer of this type, which every forward changes."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=dtype))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(("dtype", "has"), [(torch.int64, False), (torch.float32, True)])
+def test_a_model_that_only_counts_has_no_statistics_of_batches(dtype, has):
+    """Else its batches are cut and shared as those of a batch norm."""
+    data = {"x": torch.randn(8, 3)}
+    counting = Job(Watched(dtype), data, batch_size=4, loss=lambda out, _: out.square().mean())
+    assert prepare(counting, LOCAL_PLAN, 1, 1.0).job.settings.has_statistics is has

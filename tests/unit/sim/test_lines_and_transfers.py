@@ -64,6 +64,23 @@ def test_two_that_nobody_can_dial_meet_at_the_hub_whose_line_all_share():
     assert lines.hub_relay.num_bytes == 20 * MB
 
 
+def test_a_link_that_changes_does_so_for_what_comes_next_and_forgets_changes_before():
+    timeline, lines = make_lines()
+    arrived = []
+
+    def send():
+        lines.send(A, B, 10 * MB, lambda: arrived.append(timeline.now))
+
+    send()
+    for start, times in ((0.5, 0.01), (0.6, 0.1), (20.0, 1.0)):
+        timeline.at(start, lines.change, A, times)
+    for start in (1.1, 20.0):
+        timeline.at(start, send)
+    run(timeline)
+    assert arrived == [pytest.approx(1.1), pytest.approx(11.2), pytest.approx(21.1)]
+    assert lines.node(A).upload_bytes_per_second == 10 * MB
+
+
 def fetch_all(timeline, lines, is_alive=lambda _: True):
     transfers, done = Transfers(timeline, lines, is_alive), {}
     blob = BlobRef("0" * 64, int(40 * MB))

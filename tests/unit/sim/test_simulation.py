@@ -9,7 +9,7 @@ from support.sim_world import joins, play, small_job, small_swarm
 
 from ravnest.hub.coordinator.notices import WorkLost
 from ravnest.plan.types import Plan
-from ravnest.sim.churn import Change, ChangeKind, made_up_changes
+from ravnest.sim.churn import Change, ChangeKind, LinkChange, made_up_changes
 from ravnest.sim.laws import CountedSamples, check_plan
 from ravnest.sim.run import SimulationSettings, simulation_report
 
@@ -56,6 +56,15 @@ def test_a_polite_node_costs_nothing_that_was_trained():
     assert totals["samples_trained_again"] == totals["samples_lost"] == 0
 
 
+def test_a_link_that_falls_while_it_trains_is_measured_and_planned_around():
+    swarm = small_swarm(upload_bytes_per_second=4e6, download_bytes_per_second=4e6)
+    victim = play(swarm, joins(swarm), hours=0.05).hub.clusters[0].nodes[-1]
+    world = play(swarm, (*joins(swarm), LinkChange(100.0, victim, 1e-3)), hours=0.07)
+    assert world.recorder.notices["Repaired"] == 1
+    assert victim not in {name for cluster in world.hub.clusters for name in cluster.nodes}
+    assert world.hub.membership[victim].node.upload_bytes_per_second == 4e3
+
+
 def test_a_hub_that_restarts_goes_on_with_what_its_nodes_have():
     swarm = small_swarm()
     world = play(swarm, joins(swarm), restarts=(150.0,), hours=0.08)
@@ -64,6 +73,18 @@ def test_a_hub_that_restarts_goes_on_with_what_its_nodes_have():
     assert world.recorder.num_samples > before
     assert not world.recorder.notices[WorkLost.__name__]
     assert world.recorder.spans[-1].samples > 0
+
+
+def test_a_hub_that_is_away_for_two_minutes_stops_nobody():
+    swarm = small_swarm()
+    trained = []
+    for reserve in (0.0, 120.0):
+        job = small_job(reserve_seconds=reserve)
+        world = play(swarm, joins(swarm), restarts=(200.0,), away_seconds=120.0, hours=0.1, job=job)
+        assert not world.recorder.notices[WorkLost.__name__]
+        trained.append(world.hub.ledger.num_counted)
+    rate = report_of(world, swarm)["totals"]["foreseen_samples_per_second"]
+    assert trained[1] - trained[0] > 0.8 * 120.0 * rate
 
 
 def test_evaluations_and_checkpoints_happen_while_it_trains():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ravnest.config import RESERVE
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
@@ -182,16 +183,17 @@ def test_nothing_is_left_of_a_receiver_that_is_forgotten(state: str) -> None:
 def test_only_so_many_reports_wait_and_nothing_else_is_left_out() -> None:
     async def script(wires: Wires) -> None:
         wires.outbox.pause(HUB)
-        for _ in range(1200):
+        most = 3 * RESERVE.most_microbatches
+        for _ in range(most + 200):
             wires.outbox.post(Outgoing(HUB, REPORT))
         for number in range(1200):
             wires.outbox.post(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "")))
         wires.outbox.post(Outgoing(HUB, REPORT))
-        assert wires.outbox.num_waiting(HUB) == 2200
+        assert wires.outbox.num_waiting(HUB) == most + 1200
         wires.outbox.resume(HUB, is_new=False)
         await settle()
         kinds = [type(message) for _, message in wires.sent]
-        assert (kinds.count(StepReport), kinds.count(DroppedMicrobatch)) == (1000, 1200)
+        assert (kinds.count(StepReport), kinds.count(DroppedMicrobatch)) == (most, 1200)
 
     play(script)
 

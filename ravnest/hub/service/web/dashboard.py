@@ -20,7 +20,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
-from ravnest.hub.service.event_log import LogReplay
+from ravnest.hub.service.event_log import LogPlace, LogReplay
 from ravnest.hub.service.status import StatusTracker
 from ravnest.hub.service.web.actions import HubActions
 from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
@@ -171,10 +171,12 @@ logger = logging.getLogger(__name__)
 
 
 class LogFollower:
-    """Reads a folder's log, each time from where it was; one thread at a time."""
+    """Reads a log, each time from where it was; one thread at a time."""
 
-    def __init__(self, folder: Path, is_running: Callable[[], bool], timeouts: Timeouts = TIMEOUTS) -> None:
-        self._folder, self._is_running, self._timeouts = folder, is_running, timeouts
+    def __init__(
+        self, where: Path | LogPlace, is_running: Callable[[], bool], timeouts: Timeouts = TIMEOUTS
+    ) -> None:
+        self._where, self._is_running, self._timeouts = where, is_running, timeouts
         self._num_runs = 0
         self._begin()
 
@@ -183,7 +185,7 @@ class LogFollower:
         self._fault = ""
         self._recorder = RunRecorder(self._num_runs)
         self._cutter = UpdateCutter(self._recorder)
-        self._replay = LogReplay(self._folder, self._timeouts.hub, self._recorder.replay)
+        self._replay = LogReplay(self._where, self._timeouts.hub, self._recorder.replay)
         self._was_running: bool | None = None
 
     def read(self, always: bool) -> UpdateDocument | None:

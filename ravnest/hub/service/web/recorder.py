@@ -27,6 +27,8 @@ from ravnest.hub.coordinator.notices import (
     Joined,
     Leaving,
     Left,
+    LogGoesOn,
+    LogWaits,
     Measured,
     MicrobatchDropped,
     Missing,
@@ -78,14 +80,15 @@ _TOPICS: dict[str, tuple[type, ...]] = {
         BestIsResult,
         ResultRefused,
     ),
-    "hub": (HubListens, CaptureStep, ModelCaptured),
+    "hub": (HubListens, CaptureStep, ModelCaptured, LogWaits, LogGoesOn),
 }
 _TONES: dict[str, tuple[type, ...]] = {
-    "good": (Joined, Returned, ClusterStarted, Recovered, Evaluated, PlanFormed),
+    "good": (Joined, Returned, LogGoesOn, ClusterStarted, Recovered, Evaluated, PlanFormed),
     "bad": (
         Left,
         Missing,
         CutOff,
+        LogWaits,
         ClusterBroken,
         ClusterDissolved,
         WentWrong,

@@ -1,6 +1,7 @@
 """The hub's program on virtual time: a log that fails, and those that come and do not join."""
 
 import asyncio
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -8,10 +9,12 @@ from support.hub_world import job
 from support.memory_store import MemoryStore
 from support.plan_world import node
 
-from ravnest.errors import ConfigError, LinkError, RavnestError
+from ravnest.errors import ConfigError, FencedOff, LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Event, PeerJoined, Tick
+from ravnest.hub.coordinator.events import Event, JobGiven, PeerJoined, TextsSampled, Tick
+from ravnest.hub.coordinator.notices import LogGoesOn, LogWaits, SampledText
 from ravnest.hub.service.server import Server
+from ravnest.hub.service.unwritten import Unwritten
 from ravnest.net.identity import KeyPair, Token, greet, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 from ravnest.net.transport import Delivery, LinkUp, Service
@@ -112,3 +115,60 @@ def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_noth
                 await running
 
     run_virtual(main())
+
+
+class LateStore(MemoryStore):
+    """A store that writes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = Unwritten()
+        self.error: asyncio.Future[None] | None = None
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.waiting.append("event", b"")
+
+    def after_written(self, act: Callable[[], None]) -> None:
+        self.waiting.after(act)
+
+    async def write(self, tell: Callable[[LogWaits | LogGoesOn], None]) -> None:
+        self.tell = tell
+        self.error = asyncio.get_running_loop().create_future()
+        await self.error
+
+
+def test_nobody_hears_of_an_event_before_it_is_written_and_no_time_passes_while_it_cannot_be() -> None:
+    store, told = LateStore(), []
+
+    async def main() -> None:
+        keys = new_keys()
+        given = job(settle_seconds=5.0)
+        hub = Coordinator(given)
+        server = Server(Token((), keys.public, b"s" * 16), told.append, store=store, hub=hub)
+        async with MemoryTransport(MemoryNetwork(), keys, Random(1), "hub", admit=server.admit) as transport:
+            loop = asyncio.get_running_loop()
+            running = asyncio.create_task(server.run(transport, None, given))
+            await asyncio.wait([running], timeout=1.0)
+            server.record_texts((SampledText(1, "once", "upon a time"),))
+            await asyncio.wait([running], timeout=1.0)
+            assert [type(event) for event in store.kept] == [JobGiven, TextsSampled]
+            assert told == [], "the store has none of it yet"
+            store.tell(LogWaits("it is away", 600.0))
+            num_logged = len(store.kept)
+            await asyncio.wait([running], timeout=400.0)
+            assert len(store.kept) == num_logged, "nothing becomes due"
+            store.waiting.confirm(num_logged)
+            store.tell(LogGoesOn(400.0))
+            assert [type(notice) for notice in told] == [LogWaits, SampledText, LogGoesOn]
+            server.record_texts((SampledText(1, "then", "they lived"),))
+            assert store.kept[num_logged].now < 20.0
+            store.error.set_exception(FencedOff("another hub has taken this run over"))
+            with pytest.raises(FencedOff, match="taken this run over"):
+                await running
+            server.record_texts((SampledText(1, "after", "the end"),))
+            assert len(store.kept) == num_logged + 1
+            assert loop.time() > 400.0
+
+    run_virtual(main())
+    assert FencedOff.exit_code == 9

@@ -1,0 +1,201 @@
+"""The checkpoints of a run's folder in a bucket too, so that a hub on another machine goes on from them.
+
+The bucket's folder of a checkpoint is named by its number and the fence of the hub that wrote it. It counts
+from the moment it is in the register, which takes nothing from a hub that was fenced off. What comes back is
+what was registered, by the hash of its manifest; then it is checked like any checkpoint on disk.
+"""
+
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from ravnest.errors import BucketError, ConfigError, RavnestError
+from ravnest.requester.bucket import Bucket
+from ravnest.requester.checkpoint_store import (
+    CHECKPOINTS,
+    INDEX,
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    CheckpointError,
+    Checkpoints,
+    Manifest,
+    list_files,
+    parse_manifest,
+)
+from ravnest.requester.run_folder import make_earlier
+
+logger = logging.getLogger(__name__)
+
+_FILE = re.compile(r"([0-9]{6,18})-([0-9]{1,18})/[^/]+")
+
+
+class Registered(Protocol):
+    """A checkpoint that counts, and the hash of its manifest's file."""
+
+    @property
+    def number(self) -> int:
+        """The checkpoint's."""
+
+    @property
+    def fence(self) -> int:
+        """That of the hub that wrote it."""
+
+    @property
+    def manifest(self) -> str:
+        """BLAKE3 of the manifest's file."""
+
+
+class Register(Protocol):
+    """Says which checkpoints count. FencedOff: another hub has taken the run over."""
+
+    fence: int
+
+    def check(self) -> None:
+        """Return if this hub may write."""
+
+    def register(self, number: int, manifest: str) -> None:
+        """Record that a checkpoint is whole."""
+
+    def unregister(self, numbers: list[int]) -> None:
+        """Forget checkpoints that are about to be removed."""
+
+    def checkpoints(self) -> Sequence[Registered]:
+        """Return what is recorded, the oldest first."""
+
+
+class CheckpointMirror:
+    """Keeps a bucket as the folder of a run is."""
+
+    def __init__(self, bucket: Bucket, register: Register) -> None:
+        self._bucket, self._register = bucket, register
+
+    def send(self, number: int, place: Path, kept: Collection[int]) -> None:
+        """Send a checkpoint that was just written, have it count, and remove what is no longer kept."""
+        manifest = place / MANIFEST
+        try:
+            for file in sorted(place.iterdir(), key=lambda file: file == manifest):
+                self._bucket.send(file, f"{_name(number, self._register.fence)}/{file.name}")
+            self._register.register(number, _hash(manifest.read_bytes()))
+            self._remove_old(kept)
+        except (RavnestError, OSError) as error:
+            problem = f"checkpoint {number:06d} is on this PC, but not in {self._bucket}"
+            raise CheckpointError(f"{problem}: {error}") from None
+
+    def bring_back(self, folder: Path, key: bytes) -> None:
+        """Have a folder hold the newest sound checkpoint that counts, the best, and none that does not count.
+
+        What does not count was written by a hub that had been fenced off; it is set aside.
+        """
+        if self._register.fence == 1:  # nobody has written to these stores; the run may have begun without
+            return
+        fences = {each.number: each.fence for each in self._register.checkpoints()}
+        found = self._read_manifests(key)
+        here = _find_here(folder)
+        for number in [each for each, digest in here.items() if found.get(each, (None, ""))[1] != digest]:
+            (folder / CHECKPOINTS / f"{number:06d}").replace(make_earlier(folder) / f"{number:06d}")
+            logger.warning("checkpoint %06d of this PC does not count any more; it is set aside", number)
+        scores = sorted(
+            (each.score, -number) for number, (each, _) in found.items() if each.score is not None
+        )
+        best = [-number for _, number in scores[:1]]
+        for number in sorted(found, reverse=True):
+            if not self._fetch(folder, number, fences[number], found[number][0]):
+                continue
+            sound = Checkpoints(folder, key=key).find()
+            if sound is not None and sound.number == number:
+                break
+        for number in best:
+            self._fetch(folder, number, fences[number], found[number][0])
+
+    def _read_manifests(self, key: bytes) -> dict[int, tuple[Manifest, str]]:
+        found = {}
+        for each in self._register.checkpoints():
+            try:
+                file = f"{_name(each.number, each.fence)}/{MANIFEST}"
+                content = self._bucket.read(file, MOST_MANIFEST_BYTES)
+                if _hash(content) != each.manifest:
+                    raise ValueError(f"{MANIFEST} is not what was registered")
+                found[each.number] = parse_manifest(content, each.number, key), each.manifest
+            except (BucketError, ValueError) as error:
+                logger.warning("checkpoint %06d in %s is passed over: %s", each.number, self._bucket, error)
+        return found
+
+    def _fetch(self, folder: Path, number: int, fence: int, manifest: Manifest) -> bool:
+        """Fetch a checkpoint that is not here; return whether it is here now."""
+        place = folder / CHECKPOINTS / f"{number:06d}"
+        if place.exists():
+            return True
+        unfinished = place.with_name(f".{place.name}.unfinished")
+        name = _name(number, fence)
+        sizes = {**dict(list_files(manifest)), MANIFEST: MOST_MANIFEST_BYTES, INDEX: MOST_MANIFEST_BYTES}
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            for file, most_bytes in sizes.items():
+                self._bucket.fetch(f"{name}/{file}", unfinished / file, most_bytes)
+            unfinished.replace(place)
+        except BucketError as error:
+            logger.warning("checkpoint %06d cannot be fetched: %s", number, error)
+            return False
+        except OSError as error:
+            problem = f"checkpoint {number:06d} cannot be written to {folder}"
+            fix = "make room, or give another folder"
+            raise ConfigError(f"{problem}: {error.strerror or error}; {fix}") from None
+        logger.info("checkpoint %06d was fetched from %s", number, self._bucket)
+        return True
+
+    def _remove_old(self, kept: Collection[int]) -> None:
+        known = self._register.checkpoints()
+        if old := [each.number for each in known if each.number not in kept]:
+            self._register.unregister(old)
+        names = {(each.number, each.fence) for each in known if each.number in kept}
+        files = ((file, _FILE.fullmatch(file)) for file in self._bucket.find(CHECKPOINTS))
+        facts = [(file, (int(match[1]), int(match[2]))) for file, match in files if match]
+        gone = [
+            f"{CHECKPOINTS}/{file}"
+            for file, name in facts
+            if name not in names and name[1] <= self._register.fence
+        ]
+        if gone:
+            self._bucket.remove(gone)
+
+    def send_result(self, file: Path) -> str:
+        """Send the weights that a run has left beside this file; return where they are now."""
+        self._register.check()
+        place = f"result-{self._register.fence:06d}"
+        for each in [file, *_beside(file)]:
+            if each.is_file():
+                self._bucket.send(each, f"{place}/{each.relative_to(file.parent).as_posix()}")
+        return f"{self._bucket}/{place}"
+
+
+def _beside(file: Path) -> list[Path]:
+    """Return shards and index of the file, and what else a folder's result consists of."""
+    patterns = [f"{file.stem}-*-of-*.safetensors", f"{file.name}.index.json"]
+    if file.name == "model.safetensors":
+        patterns = ["*.safetensors", "*.safetensors.index.json", "*config.json", "best/*"]
+    return [each for pattern in patterns for each in sorted(file.parent.glob(pattern)) if each != file]
+
+
+def _find_here(folder: Path) -> dict[int, str]:
+    """Return the checkpoints of a folder by number, each with the hash of its manifest."""
+    found = {}
+    for place in (folder / CHECKPOINTS).glob("[0-9]*"):
+        with contextlib.suppress(ValueError):
+            file = place / MANIFEST
+            found[int(place.name)] = _hash(file.read_bytes()) if file.is_file() else ""
+    return found
+
+
+def _name(number: int, fence: int) -> str:
+    return f"{CHECKPOINTS}/{number:06d}-{fence}"
+
+
+def _hash(content: bytes) -> str:
+    return blake3(content).hexdigest()

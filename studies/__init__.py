@@ -1,0 +1,1 @@
+"""Questions about the whole system, each answered in one sentence by what it measured."""
