@@ -443,7 +443,7 @@ def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: i
     assert left.reason.startswith(
         f"no link to {other} for 20 s, so the two cannot train side by side; tried "
     )
-    assert f"{other} (no answer within 2 s)" in left.reason
+    assert f"{other} (no answer within " in left.reason  # ever longer
     (broken,) = ended.of(ClusterBroken)
     assert left.node in broken.reason
     if num_spare:

@@ -166,7 +166,9 @@ class Server:
         self._result: asyncio.Future[Finish | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._clock = HubClock(self.hub.now, lambda: self._apply(Tick(self._clock.now())))
-        self._outbox = Outbox(transport, self._start, self._admission.find, self._drop_link)
+        self._outbox = Outbox(
+            transport, self._start, self._admission.find, lambda peer, error: self._forget(peer, str(error))
+        )
         needs_parts = self.hub.placement.needs_parts
         around = (self._apply, self._in_background, self._drop_node, self._clock.now, needs_parts)
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
@@ -327,7 +329,7 @@ class Server:
             self._judge_complaint(delivery.sender, name, message)
         elif isinstance(message, Recounted):
             if (back := self._returning.pop(delivery.sender, None)) is not None:
-                self._apply(replace(back, now=self._time()))
+                self._apply(replace(back, now=self._clock.now()))
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
         elif self._outbox.num_waiting(name) > self._parts.max_waiting:
@@ -378,8 +380,7 @@ class Server:
     def kick(self, name: NodeId, reason: str) -> None:
         """Send a node away for good, because the requester wants it."""
         if (peer := self._admission.find(name)) is not None:
-            self._admission.ban(peer, reason, is_fault=False)
-            self._forget(peer, reason)
+            self._ban(peer, reason, is_fault=False)
 
     def send_guests_away(self, invitation: str, reason: str) -> None:
         """Forget all nodes that joined by an invitation, which is void by now."""
@@ -428,10 +429,8 @@ class Server:
         except ConfigError as error:  # also from a timer, which nobody awaits
             self._end_without_log(error)
             return
-        if self._store is None:
-            self._follow_up(event, actions)
-        else:
-            self._store.after_written(partial(self._follow_up, event, actions))
+        follow_up = partial(self._follow_up, event, actions)
+        follow_up() if self._store is None else self._store.after_written(follow_up)
         if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._clock.set(self._monitored.due)
@@ -516,6 +515,3 @@ class Server:
 
     def _post(self, outgoing: Outgoing) -> None:
         self._outbox.post(outgoing)
-
-    def _drop_link(self, peer: PeerId, error: LinkError) -> None:
-        self._forget(peer, str(error))
