@@ -148,15 +148,17 @@ class Ledger(LeaseQueries):
         return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
-        """Give back the leases of a cluster that stands still; return their samples."""
+        """Give back the leases of a cluster that stands still; return the samples of those it has begun."""
         given_back = self._book.release(cluster.cluster_id)
-        self._close((*self._open.of(cluster.cluster_id), *self._open.ahead_of(cluster.cluster_id)))
+        ahead = self._open.ahead_of(cluster.cluster_id)
+        num_ahead = sum(sum(lease.num_samples) for lease in ahead)
+        self._close((*self._open.of(cluster.cluster_id), *ahead))
         self.exact.release(cluster)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = self._evaluation.begin_again()
             self._evaluation = None if self._is_stopped and not again.is_last else again
-        return sum(lease.num_samples for lease in given_back)
+        return sum(lease.num_samples for lease in given_back) - num_ahead
 
     def _close(self, leases: Iterable[OpenLease]) -> None:
         for lease in leases:

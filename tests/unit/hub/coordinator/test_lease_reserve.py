@@ -7,7 +7,13 @@ from ravnest.config import RESERVE
 from ravnest.hub.coordinator.events import PauseAsked, Send
 from ravnest.hub.coordinator.lease_reserve import find_room
 from ravnest.hub.coordinator.leases import OpenLease
-from ravnest.hub.coordinator.notices import ClusterStarted, Evaluated, Resumed, Returned
+from ravnest.hub.coordinator.notices import (
+    ClusterBroken,
+    ClusterStarted,
+    Evaluated,
+    Resumed,
+    Returned,
+)
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import LeaseBegin, LeaseGrant
 
@@ -102,6 +108,21 @@ def test_what_nobody_trained_while_the_hub_was_away_is_granted_again():
     del world.work
     world.run_until(lambda: len(world.told(ClusterStarted)) > num_started)
     assert world.hub.ledger.num_counted <= before + 32, "but for what was under way"
+    finishes(world)
+
+
+def test_a_cluster_that_breaks_trains_only_again_what_it_had_begun():
+    world = world_of()
+    world.run_until(lambda: world.hub.ledger.num_counted > 800)
+    cluster = world.hub.clusters[0]
+    mine = [each for each in world.open_leases if each.cluster_id == cluster.cluster_id]
+    num_begun, num_ahead = sum(sum(each.num_samples) for each in mine), held(world, cluster)
+    assert num_begun > 0
+    assert num_ahead > 0
+    world.kill(cluster.leaf)
+    world.run_until(lambda: world.told(ClusterBroken))
+    assert world.told(ClusterBroken)[0].num_given_back <= num_begun
+    assert held(world, cluster) == 0, "but what it had ahead is given back, too"
     finishes(world)
 
 
