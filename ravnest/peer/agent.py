@@ -40,7 +40,6 @@ from ravnest.peer.compute_protocol import (
 )
 from ravnest.peer.connections import Connections, PlannedPeer
 from ravnest.peer.content import Fetcher
-from ravnest.peer.lease_reserve import SaidToHub
 from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
@@ -92,7 +91,7 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
-from ravnest.transfer.outbox import Outbox, Outgoing
+from ravnest.transfer.outbox import Outbox, Outgoing, SaidToHub
 
 logger = logging.getLogger(__name__)
 

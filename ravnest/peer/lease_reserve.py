@@ -1,22 +1,17 @@
-"""What a root has ahead, and what a peer has said that a hub may not have heard.
+"""What a root has ahead of the leases that it is at, with their samples.
 
-A root begins a lease that it got ahead when the hub says so; without the hub it begins the next one when it
-has nothing else to begin. Reports and leases that are done are said again to a hub that was started anew:
-it knows those that it counts by their numbers.
+It begins one of them when the hub says so; without the hub it begins the next one when it has nothing else to
+begin.
 """
 
 import logging
-from collections import deque
 
 from ravnest.config import RESERVE
-from ravnest.ids import HUB, LeaseId
+from ravnest.ids import LeaseId
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
-from ravnest.transfer.outbox import Outgoing
+from ravnest.protocol.training import LeaseGrant
 
 _MOST_LEASES = 2 * RESERVE.most_microbatches  # no hub grants more
-_MOST_RECENT = 256  # that were on their way when the hub died
-_MOST_UNHEARD = 2 * RESERVE.most_microbatches
 
 logger = logging.getLogger(__name__)
 
@@ -63,36 +58,3 @@ class RootReserve:
     def clear(self) -> None:
         """Begin none of them."""
         self._grants.clear()
-
-
-class SaidToHub:
-    """What a peer has said of its work: the last of it, or all since the hub was lost."""
-
-    def __init__(self) -> None:
-        self._said = deque[Outgoing](maxlen=_MOST_UNHEARD)
-        self._keeps_all = False
-
-    def record(self, outgoing: Outgoing) -> None:
-        """Remember a message, if it is one that counts."""
-        counts = isinstance(outgoing.message, LeaseDone | StepReport | DroppedMicrobatch)
-        if outgoing.to != HUB or not counts:
-            return
-        self._said.append(outgoing)
-        self._trim()
-
-    def lose_hub(self) -> None:
-        """Remember all from now on."""
-        self._keeps_all = True
-
-    def find_hub(self) -> None:
-        """The same hub is back, and gets everything."""
-        self._keeps_all = False
-        self._trim()
-
-    def say_again(self, build_id: int) -> list[Outgoing]:
-        """Return what another hub may not have heard of a build."""
-        return [x for x in self._said if getattr(x.message, "build_id", None) == build_id]
-
-    def _trim(self) -> None:
-        while not self._keeps_all and len(self._said) > _MOST_RECENT:
-            self._said.popleft()

@@ -14,7 +14,7 @@ from typing import Any
 
 from ravnest.config import RESERVE
 from ravnest.errors import LinkError, ProtocolError
-from ravnest.ids import NodeId
+from ravnest.ids import HUB, NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
@@ -29,12 +29,20 @@ from ravnest.protocol.averaging import (
 from ravnest.protocol.generation import GenerationStep, GenerationValues
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import BlobPart, PlanOrder, RingOrder
-from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
+from ravnest.protocol.training import (
+    Activation,
+    DroppedMicrobatch,
+    FieldParts,
+    Gradient,
+    LeaseDone,
+    StepReport,
+)
 
 logger = logging.getLogger(__name__)
 
 _MOST_REPORTS = 3 * RESERVE.most_microbatches  # that wait for one receiver: no cluster trains more alone
 _TURN_COST = 32  # of the messages that leave in one turn of the event loop
+_MOST_RECENT = 512  # that a peer says again: of open leases, 100 microbatches a second for 5 s
 _ORDER_COST = 8  # of a message that may name all clusters; of others it is 1
 
 
@@ -190,3 +198,40 @@ class Outbox:
             logger.debug("a %s is lost: %s", type(outgoing.message).__name__, error)
             self._fail(peer, error)
         return True
+
+
+class SaidToHub:
+    """What a peer has said of its work: the last of it, or all since the hub was lost.
+
+    It is said again to a hub that was started anew, which may not have heard it, and knows what it counts by
+    its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._said = deque[Outgoing](maxlen=RESERVE.most_repeated)
+        self._keeps_all = False
+
+    def record(self, outgoing: Outgoing) -> None:
+        """Remember a message, if it is one that counts."""
+        counts = isinstance(outgoing.message, LeaseDone | StepReport | DroppedMicrobatch)
+        if outgoing.to != HUB or not counts:
+            return
+        self._said.append(outgoing)
+        self._trim()
+
+    def lose_hub(self) -> None:
+        """Remember all from now on."""
+        self._keeps_all = True
+
+    def find_hub(self) -> None:
+        """The same hub is back, and gets everything."""
+        self._keeps_all = False
+        self._trim()
+
+    def say_again(self, build_id: int) -> list[Outgoing]:
+        """Return what another hub may not have heard of a build."""
+        return [each for each in self._said if getattr(each.message, "build_id", None) == build_id]
+
+    def _trim(self) -> None:
+        while not self._keeps_all and len(self._said) > _MOST_RECENT:
+            self._said.popleft()

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ravnest.codec import describe, encode_tensor
 from ravnest.config import CompileMode, WireFormat
+from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.model.blueprint.blueprint_json import write_blueprint
@@ -301,6 +302,7 @@ class Busy:
 
     is_blocking, is_open = False, True
     generation = None  # nobody asks for a text
+    schedule = StageSchedule(window=1)  # nothing waits, and there is no lease ahead
 
     def __init__(self, clock: Clock, seconds: float, num_pieces: float = float("inf")) -> None:
         self.clock, self.seconds, self.num_pieces, self.spent = clock, seconds, num_pieces, 0.0

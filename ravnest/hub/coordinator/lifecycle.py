@@ -498,7 +498,7 @@ class Duties:
             return life.roll_back(life.alarm, now)
         held = self._recovery.release_held(self._plan_trigger.fits, now)
         actions = life.repair(held, now) if held is not None else []
-        if life.phase is not JobPhase.TRAINING:
+        if life.phase is not JobPhase.TRAINING or self._recovery.is_rolling_out:
             return actions
         if not self._placement.is_exact:
             actions += life.report(self._ledger.end_exact(self._placement.running))

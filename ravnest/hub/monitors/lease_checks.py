@@ -4,11 +4,15 @@ A root's word that a lease is done waits until the reports of all its microbatch
 root and leaf have links of their own, and tell a hub that was away again what it may not have heard. And it
 waits while its cluster has counted more than it can have trained. That is some times what the plan foresees
 of it, and as much more or less as the best of the others does. So what a provider states of its PC is an
-upper bound. A cluster alone is not compared with anybody, nor is what was trained while the hub was away.
+upper bound. A cluster alone is not compared with anybody. What was trained while a link was down may come
+at once.
+
+An event touches the clusters that it may matter for, and only their leases are looked at again.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from heapq import merge
 
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Received
@@ -20,7 +24,8 @@ from ravnest.protocol.training import LeaseDone, LeaseGrant
 _TIMES = 5.0  # what is foreseen, as far as others reach that: plans err, and some state less than they have
 _LEAST_OTHERS = 2  # that are slower than foreseen, before a third is thought to be
 _LEAST_WAIT = 0.01  # seconds until the next look
-_BURST = 4  # leases that may come at once: a link may have been down
+_BURST = 4  # leases that may come at once: messages may have been held up
+_AWAY_TIMES = 1.5  # what is foreseen of the time in which a cluster did not hear the hub
 
 Reported = Callable[[LeaseId], Collection[int]]
 
@@ -41,19 +46,47 @@ class _Work:
         return (self.num_samples + self.num_first) / foreseen if foreseen > 0 else None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Held:
+    """What a root said of a lease, as the so manieth."""
+
+    place: int
+    event: Received = field(compare=False)
+    number: LeaseId = field(compare=False)
+    cluster_id: str = field(compare=False)
+
+
 @dataclass(slots=True)
 class LeaseChecks:
     """Holds what roots say until it can be true; `reported` tells the microbatches that leaves reported."""
 
     reported: Reported
-    _held: dict[LeaseId, Received] = field(default_factory=dict)
+    _held: dict[str, dict[LeaseId, _Held]] = field(default_factory=dict)  # by cluster_id
+    _num_held: int = 0  # so far
     _work: dict[str, _Work] = field(default_factory=dict)  # by cluster_id
-    _due: float | None = None  # when the first one that waits for time may count
+    _touched: set[str] = field(default_factory=set)  # something was said of these since they were looked at
+    _late: dict[str, float] = field(default_factory=dict)  # when the next lease of these may count
 
     @property
     def due(self) -> float | None:
         """When to look again, if nothing is reported."""
-        return self._due
+        return min(self._late.values(), default=None)
+
+    def touch(self, cluster_id: str) -> None:
+        """Look again at the leases of a cluster of which something is said."""
+        if cluster_id in self._held:
+            self._touched.add(cluster_id)
+
+    def touch_all(self) -> None:
+        """Look again at all leases: clusters may have begun or ended."""
+        self._touched.update(self._held)
+
+    def record_outage(self, cluster: ClusterState, seconds: float) -> None:
+        """Let a cluster that was not heard for so long count at once what it can have trained meanwhile."""
+        work = self._work.get(cluster.cluster_id)
+        if work is not None:
+            work.allowed += _AWAY_TIMES * cluster.samples_per_second * seconds
+            self.touch(cluster.cluster_id)
 
     def record_grant(self, cluster: ClusterState | None, grant: LeaseGrant, now: float) -> None:
         """Record when a cluster got its first lease."""
@@ -73,30 +106,46 @@ class LeaseChecks:
         is_due = event.sender == cluster.root and done.build_id == cluster.build_id and is_possible
         if not is_due:
             return False
-        self._held.setdefault(done.lease, event)  # a second copy says nothing new
+        held = self._held.setdefault(lease.cluster_id, {})
+        self._num_held += 1
+        held.setdefault(done.lease, _Held(self._num_held, event, done.lease, lease.cluster_id))  # once
+        self._touched.add(lease.cluster_id)
         return True
 
     def release(self, hub: Coordinator, now: float) -> Received | None:
-        """Return what may count now, the oldest first."""
-        self._due = None
-        for number, event in [*self._held.items()]:
-            lease, cluster = hub.ledger.find_open(number), hub.placement.cluster_of(event.sender)
+        """Return what may count now, the oldest first; what is behind one that is too early waits, too."""
+        self._touched.update(each for each, due in self._late.items() if due <= now)
+        if not self._touched:
+            return None
+        for cluster_id in self._touched:
+            self._late.pop(cluster_id, None)
+        for held in [*merge(*(self._held[each].values() for each in self._touched if each in self._held))]:
+            lease, cluster = hub.ledger.find_open(held.number), hub.placement.cluster_of(held.event.sender)
             if lease is None or cluster is None or cluster.cluster_id != lease.cluster_id:
-                self._forget(number)  # it was given back
-            elif self._is_reported(lease) and self._has_time(hub, cluster, lease, now):
-                self._forget(number)
-                return event
+                self._forget(held)  # it was given back
+            elif cluster.cluster_id in self._late or not self._is_reported(lease):
+                continue
+            elif self._has_time(hub, cluster, lease, now):
+                self._forget(held)
+                return held.event
+        self._touched.clear()
         return None
 
-    def _forget(self, number: LeaseId) -> None:
-        del self._held[number]
+    def _forget(self, held: _Held) -> None:
+        of_cluster = self._held[held.cluster_id]
+        del of_cluster[held.number]
+        if not of_cluster:
+            del self._held[held.cluster_id]
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
         """Forget all clusters but these."""
         self._work = {each: work for each, work in self._work.items() if each in cluster_ids}
 
     def _is_reported(self, lease: OpenLease) -> bool:
-        return len({*self.reported(lease.number), *lease.dropped}) >= len(lease.num_samples)
+        reported, num_microbatches = self.reported(lease.number), len(lease.num_samples)
+        if len(reported) + len(lease.dropped) < num_microbatches:
+            return False
+        return len({*reported, *lease.dropped}) >= num_microbatches
 
     def _has_time(self, hub: Coordinator, cluster: ClusterState, lease: OpenLease, now: float) -> bool:
         """Return whether a cluster can have trained a lease by now, and count it then; else say when."""
@@ -109,8 +158,7 @@ class LeaseChecks:
             gained = rate * max(0.0, now - work.filled_at)
             work.allowed, work.filled_at = min(most, work.allowed + gained), now
             if work.allowed < num_samples:
-                later = now + max(_LEAST_WAIT, (num_samples - work.allowed) / rate)
-                self._due = later if self._due is None else min(self._due, later)
+                self._late[cluster.cluster_id] = now + max(_LEAST_WAIT, (num_samples - work.allowed) / rate)
                 return False
             work.allowed -= num_samples
         work.filled_at = now

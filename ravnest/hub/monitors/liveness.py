@@ -165,10 +165,11 @@ class OutageMonitor:
         self._absent[node] = Absence(reason, now, back_by)
         self._lost_at[node] = now
 
-    def record_return(self, node: NodeId, now: float) -> None:
-        """Wait no longer for a node; its line is that of the others, which will find the hub soon."""
-        self._absent.pop(node, None)
+    def record_return(self, node: NodeId, now: float) -> float:
+        """Wait no longer for a node, and return how long it was away; others will find the hub soon, too."""
+        absence = self._absent.pop(node, None)
         self._end_cut_off(now, self._timeouts.return_seconds)
+        return now - absence.since if absence is not None else 0.0
 
     def record_arrival(self, now: float) -> None:
         """Record that a newcomer is heard; if only one node is missing, it was hardly the hub's line."""

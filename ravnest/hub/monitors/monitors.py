@@ -265,6 +265,7 @@ class Monitors:
         self._sums = ReportSums()
         self._leases = LeaseChecks(self._sums.reported)
         self._averaged: dict[str, RoundId] = {}  # of clusters that have reported nothing since this round
+        self._parted: set[str] = set()  # clusters that did not hear the hub for a while since the last round
         self._found: deque[Conclusion] = deque()
         self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
@@ -309,6 +310,7 @@ class Monitors:
             if isinstance(is_training, str):
                 return is_training
             if is_training:
+                self._leases.touch(cluster.cluster_id)
                 self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)
                 self._notify_alarm(now)
                 self._record_pace(hub, cluster, report, now)
@@ -324,6 +326,19 @@ class Monitors:
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
+
+    def record_loss(self, hub: Coordinator, node: NodeId) -> None:
+        """Record that a node does not hear the hub: it may train beside a round that others wait for."""
+        cluster = hub.placement.cluster_of(node)
+        if cluster is not None:
+            self._averaged.pop(cluster.cluster_id, None)
+            self._parted.add(cluster.cluster_id)
+
+    def record_return(self, hub: Coordinator, node: NodeId, seconds: float) -> None:
+        """Record that a node hears the hub again after so long: it has trained what it had ahead."""
+        cluster = hub.placement.cluster_of(node)
+        if cluster is not None and node == cluster.root:
+            self._leases.record_outage(cluster, min(seconds, hub.ledger.settings.reserve_seconds))
 
     def record_fetch(self, hub: Coordinator, sender: NodeId, progress: FetchProgress, now: float) -> None:
         """Record what a node has fetched of its stage: while it gets more, its cluster does something."""
@@ -404,6 +419,7 @@ class Monitors:
             if cluster is not None:
                 self._liveness.record_sign(cluster.cluster_id, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
+                    self._leases.touch(cluster.cluster_id)
                     self._guard.record_dropped(cluster.cluster_id, event.sender, event.message.reason)
                     self._notify_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
@@ -417,6 +433,7 @@ class Monitors:
         )
         if not is_everyday or hub.placement.is_exact:
             self._is_stale = True
+            self._leases.touch_all()
         self._is_touched = True
         if self._is_stale:
             return
@@ -483,10 +500,13 @@ class Monitors:
                 self._noise.forget_others(running)
                 self._leases.forget_others(running)
                 self._averaged = {each: last for each, last in self._averaged.items() if each in running}
-            case RoundEnded(round_id, is_committed=True) if hub.blocks_in_rounds:
-                alone = [each for each in hub.placement.running if len(each.nodes) == 1]
-                members = [x for x in alone if hub.ledger.progress.holds(x, round_id)]
-                self._averaged |= {each.cluster_id: round_id for each in members}
+            case RoundEnded(round_id, is_committed):
+                if is_committed and hub.blocks_in_rounds:
+                    alone = [each for each in hub.placement.running if len(each.nodes) == 1]
+                    members = [x for x in alone if hub.ledger.progress.holds(x, round_id)]
+                    ids = {each.cluster_id for each in members} - self._parted
+                    self._averaged |= dict.fromkeys(ids, round_id)
+                self._parted.clear()
 
     def _notify_alarm(self, now: float) -> None:
         while self._guard.unlike:
@@ -562,6 +582,7 @@ class MonitoredCoordinator:
         """Bring the books up to date and let the coordinator decide; return what to do, or why not."""
         sums = self._monitors.prepare(self.hub, event)
         actions = [] if sums is None else [*self._decide(sums)]
+        actions += self._roll_out(event)
         decided = self._decide(event)
         if decided and isinstance(decided[0], Refusal):
             return actions, decided
@@ -577,23 +598,36 @@ class MonitoredCoordinator:
         self._show(event, refused)
         return refused or self._conclude(event.now)
 
+    def record_loss(self, node: NodeId) -> None:
+        """Record that the link to a node is lost; the log needs it not: it changes only what is concluded."""
+        self._monitors.record_loss(self.hub, node)
+
+    def record_return(self, node: NodeId, seconds: float) -> None:
+        """Record that a link is there again after so long."""
+        self._monitors.record_return(self.hub, node, seconds)
+
     def _conclude(self, now: float) -> tuple[Action, ...]:
         actions: list[Action] = []
         while (held := self._monitors.release(self.hub, now)) is not None:
             actions += self._take(replace(held, now=now))[0]
         while (conclusion := self._monitors.conclude(self.hub, now)) is not None:
+            actions += self._roll_out(conclusion)
             decided = self._decide(conclusion)
             self._monitors.observe(self.hub, conclusion, decided)
             actions += (each for each in decided if not isinstance(each, Refusal))
         return tuple(actions)
 
-    def _decide(self, event: Event) -> tuple[Action, ...]:
-        told: tuple[Action, ...] = ()
+    def _roll_out(self, event: Event) -> list[Action]:
+        """Tell members the rest of a plan, if an event has to wait for that."""
+        told: list[Action] = []
         while self.hub.must_wait(event):
             told += self._decide(Tick(event.now))
+        return told
+
+    def _decide(self, event: Event) -> tuple[Action, ...]:
         actions = apply_logged(self.hub, event, self._log)
         self._show(event, actions)
-        return told if told and actions and isinstance(actions[0], Refusal) else told + actions
+        return actions
 
     def _show(self, event: Event, actions: tuple[Action, ...]) -> None:
         if self._watch is not None:

@@ -18,6 +18,7 @@ from secrets import token_bytes
 
 import msgspec
 
+from ravnest.config import RESERVE
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.coordinator.membership import is_sensible
@@ -67,7 +68,9 @@ class Allowance:
     per_second: float
 
 
-ALLOWANCES = {Spending.ARRIVED: Allowance(50_000, 5_000), Spending.IN_VAIN: Allowance(2_000, 20)}
+# A peer that was away says again what it did, and a hub that ends or plans anew awaits nothing of that.
+_IN_VAIN = Allowance(2 * RESERVE.most_repeated, 20)
+ALLOWANCES = {Spending.ARRIVED: Allowance(50_000, 5_000), Spending.IN_VAIN: _IN_VAIN}
 
 
 @dataclass(slots=True)

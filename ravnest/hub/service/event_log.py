@@ -90,6 +90,8 @@ class EventStore(Protocol):
     know.
     """
 
+    writes_at_once: bool  # `append` returns when the event outlives the hub's process
+
     def append(self, event: Event) -> None:
         """Append an event; it may still be on its way to the store when this returns."""
 
@@ -111,6 +113,8 @@ class EventStore(Protocol):
 
 class WritesAtOnce:
     """The part of an EventStore that has nothing to do where `append` writes."""
+
+    writes_at_once = True
 
     def after_written(self, act: Callable[[], None]) -> None:
         """Call this: all that was appended is written."""

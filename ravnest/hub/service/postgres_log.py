@@ -133,6 +133,8 @@ class PostgresPlace:
 class PostgresLog:
     """An EventStore in PostgreSQL, of the hub with this key. Use it as a context manager, or `open` it."""
 
+    writes_at_once = False
+
     def __init__(self, address: PostgresAddress, hub: str, timeouts: StoreTimeouts) -> None:
         self._address, self._hub, self._timeouts = address, hub, timeouts
         self._application = f"ravnest {hub}"
@@ -205,8 +207,9 @@ class PostgresLog:
 
         def say_back() -> None:
             nonlocal away_since
-            if away_since is not None:
+            if len(self._unwritten) < _MOST_WAITING:
                 self._has_room.set()
+            if away_since is not None:
                 tell(LogGoesOn(loop.time() - away_since))
                 away_since = None
 
@@ -235,14 +238,15 @@ class PostgresLog:
             )
         try:
             async with asyncio.timeout(self._timeouts.answer_seconds):
-                num_written = await self._look(connection)
-            say_back()
-            self._confirm(num_written)
+                self._confirm(await self._look(connection))
             while True:
-                await self._has_rows.wait()
+                if not self._unwritten:  # only a write shows that it can write
+                    say_back()
+                    await self._has_rows.wait()
                 async with asyncio.timeout(self._timeouts.answer_seconds):
                     number = await self._write_group(connection)
                 self._confirm(number)
+                say_back()
         finally:
             await connection.close()
 
@@ -270,8 +274,6 @@ class PostgresLog:
         self._unwritten.confirm(number)
         if not len(self._unwritten):
             self._has_rows.clear()
-        if len(self._unwritten) < _MOST_WAITING:
-            self._has_room.set()
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""

@@ -176,10 +176,10 @@ class Server:
         async with asyncio.TaskGroup() as self._tasks:
             now = self._clock.now()
             self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
-            if not self._has_lost_log:
+            if not self._has_lost_log:  # else the group ends before it begins anything
                 self._start(self._listen())
-            if self._store is not None:
-                self._start(self._write_log(self._store))
+                if self._store is not None:
+                    self._start(self._write_log(self._store))
             try:
                 outcome = await self._result
             finally:
@@ -272,6 +272,7 @@ class Server:
                 self._tell(Missing(name, reason, self._timeouts.grace_seconds))
             self._outbox.pause(name)
             self._outages.record_loss(name, reason, self._loop.time())
+            self._monitored.record_loss(name)
             self._follow_outages()
             return
         self._admission.forget(peer)
@@ -286,7 +287,7 @@ class Server:
             self._forget(peer, "it started anew")
             return
         self._outbox.resume(name, is_new=False)
-        self._outages.record_return(name, self._loop.time())
+        self._monitored.record_return(name, self._outages.record_return(name, self._loop.time()))
         self._follow_outages()
         if peer not in self._evicted:
             self._tell(Returned(name))
@@ -430,7 +431,10 @@ class Server:
             self._end_without_log(error)
             return
         follow_up = partial(self._follow_up, event, actions)
-        follow_up() if self._store is None else self._store.after_written(follow_up)
+        if self._store is None or self._store.writes_at_once:
+            follow_up()
+        else:
+            self._store.after_written(follow_up)
         if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._clock.set(self._monitored.due)
