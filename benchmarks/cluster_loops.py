@@ -14,7 +14,7 @@ from benchmarks.quality_jobs import TASKS, Made, Rows, Task
 from benchmarks.quality_loops import count_updates, draw_batches, evaluate, find_settings, num_rows
 from ravnest.engine.norms import NoiseMeter, find_norms
 from ravnest.engine.optimizers import Optimizer
-from ravnest.hub.monitors.monitors import NoiseMonitor
+from ravnest.hub.monitors.loss_guard import NoiseMonitor
 from ravnest.ids import NodeId
 from ravnest.plan.sharing import TrainingLength, adam_rate_times
 

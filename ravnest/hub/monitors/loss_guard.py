@@ -4,19 +4,28 @@ It compares the median of each cluster's losses with the best median so far, so 
 alarm. An alarm has to be beyond doubt; training heals small troubles by itself. Of three clusters and more,
 the best is by the median over clusters, and one of which most others do not share the trouble is unlike them:
 that is no alarm for all, and what it says keeps nobody from a checkpoint.
+
+The first loss after a blocking round is of weights that all members have: others can find it again. What
+stages say of their gradients adds up to the job's noise scale.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from statistics import median, pstdev
 
-from ravnest.ids import NodeId
+from ravnest.hub.coordinator.events import LossClaimed
+from ravnest.ids import NodeId, RoundId
+from ravnest.plan.sharing import TrainingLength
+from ravnest.protocol.training import GradientNoise, StepReport
 
 _WINDOW = 32  # microbatches of a cluster
 _STORM = 0.5  # of them dropped
 _FEW = 3  # clusters: of fewer, none is unlike the others
 _DEVIATIONS, _OF_BEST, _OF_FALL = 10.0, 0.5, 0.25  # above the best median: all of them are passed in a leap
+
+_CLEARLY = 1.5  # times as large
+_MOST_TIMES = 16.0  # as large, or as small, as the guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +154,81 @@ class LossGuard:
             _DEVIATIONS * self._spread, _OF_BEST * abs(self._best), _OF_FALL * (self._first - self._best)
         )
         return middle > self._best + share * leap
+
+
+class FirstLosses:
+    """Finds the first losses after blocking rounds; `forget_all` when training begins anew."""
+
+    def __init__(self) -> None:
+        self._averaged: dict[str, RoundId] = {}  # of clusters that have reported nothing since this round
+        self._parted: set[str] = set()  # clusters that did not hear the hub for a while since the last round
+
+    def forget_all(self) -> None:
+        """Await none."""
+        self._averaged = {}
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget all clusters but these."""
+        self._averaged = {each: last for each, last in self._averaged.items() if each in cluster_ids}
+
+    def part(self, cluster_id: str) -> None:
+        """Await none of a cluster that does not hear the hub: it may train on beside a round."""
+        self._averaged.pop(cluster_id, None)
+        self._parted.add(cluster_id)
+
+    def end_round(self, round_id: RoundId, members: Iterable[str]) -> None:
+        """Await one of each of these clusters, which have the average of a round that has ended."""
+        self._averaged |= dict.fromkeys((each for each in members if each not in self._parted), round_id)
+        self._parted.clear()
+
+    def claim(self, cluster_id: str, report: StepReport, now: float) -> LossClaimed | None:
+        """Return the claim that others can check, if this report is the first after a round."""
+        round_id = self._averaged.pop(cluster_id, None)
+        if round_id is None:
+            return None
+        is_average = report.anchor_round == round_id
+        if is_average and report.loss is None:
+            return None
+        return LossClaimed(cluster_id, report.microbatch, round_id, report.loss if is_average else None, now)
+
+
+class NoiseMonitor:
+    """Adds up what stages say of their gradients; `record` returns a noise scale that is worth telling.
+
+    That of a cluster is known when each of its stages has reported. That of the job is the median over
+    clusters, no further from the guess than a factor. It grows while a job learns.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
+        self._told = 0.0
+
+    def record(
+        self,
+        cluster_id: str,
+        nodes: Collection[NodeId],
+        sender: NodeId,
+        noise: GradientNoise,
+        length: TrainingLength,
+    ) -> float | None:
+        """Record a stage's report; return the noise scale if it is new or clearly larger."""
+        self._found.setdefault(cluster_id, {})[sender] = noise
+        if any(node not in self._found[cluster_id] for node in nodes):
+            return None
+        guess = length.noise_scale
+        middle = median(_scale(each.values()) for each in self._found.values())
+        scale = min(max(middle, guess / _MOST_TIMES), guess * _MOST_TIMES)
+        if scale < _CLEARLY * self._told:
+            return None
+        self._told = scale
+        return scale
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget clusters that are no more."""
+        self._found = {each: found for each, found in self._found.items() if each in cluster_ids}
+
+
+def _scale(stages: Collection[GradientNoise]) -> float:
+    variance = max(0.0, sum(each.variance for each in stages))
+    signal = sum(each.signal for each in stages)
+    return variance / signal if signal > 0.0 else float("inf")

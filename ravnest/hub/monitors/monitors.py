@@ -3,14 +3,13 @@
 Monitors keep soft state: it is in no log, and a hub that goes on begins with new ones. They read the
 coordinator and never change it: a conclusion is an event like any other, so a coordinator that replays its
 log needs no monitor. What leaves report of microbatches is summed until the ledger needs it, each under the
-lease that granted it; what a hub had not passed on is missing in the mean loss of its epoch. What stages say
-of their gradients adds up to the job's noise scale. Nothing here does I/O.
+lease that granted it; what a hub had not passed on is missing in the mean loss of its epoch. Nothing here
+does I/O.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -28,7 +27,6 @@ from ravnest.hub.coordinator.events import (
     EvaluationReported,
     Event,
     LossAlarm,
-    LossClaimed,
     LossRechecked,
     NoiseMeasured,
     Notify,
@@ -61,60 +59,13 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.monitors.lease_checks import LeaseChecks
 from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
-from ravnest.hub.monitors.loss_guard import LossGuard
-from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
-from ravnest.plan.sharing import TrainingLength
+from ravnest.hub.monitors.loss_guard import FirstLosses, LossGuard, NoiseMonitor
+from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, FetchProgress, SnapshotMade, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, LeaseGrant, StepReport
-
-_CLEARLY = 1.5  # times as large
-_MOST_TIMES = 16.0  # as large, or as small, as the guess
-
-
-class NoiseMonitor:
-    """Adds up what stages say of their gradients; `record` returns a noise scale that is worth telling.
-
-    That of a cluster is known when each of its stages has reported. That of the job is the median over
-    clusters, no further from the guess than a factor. It grows while a job learns.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
-        self._told = 0.0
-
-    def record(
-        self,
-        cluster_id: str,
-        nodes: Collection[NodeId],
-        sender: NodeId,
-        noise: GradientNoise,
-        length: TrainingLength,
-    ) -> float | None:
-        """Record a stage's report; return the noise scale if it is new or clearly larger."""
-        self._found.setdefault(cluster_id, {})[sender] = noise
-        if any(node not in self._found[cluster_id] for node in nodes):
-            return None
-        guess = length.noise_scale
-        middle = median(_scale(each.values()) for each in self._found.values())
-        scale = min(max(middle, guess / _MOST_TIMES), guess * _MOST_TIMES)
-        if scale < _CLEARLY * self._told:
-            return None
-        self._told = scale
-        return scale
-
-    def forget_others(self, cluster_ids: Collection[str]) -> None:
-        """Forget clusters that are no more."""
-        self._found = {each: found for each, found in self._found.items() if each in cluster_ids}
-
-
-def _scale(stages: Collection[GradientNoise]) -> float:
-    variance = max(0.0, sum(each.variance for each in stages))
-    signal = sum(each.signal for each in stages)
-    return variance / signal if signal > 0.0 else float("inf")
-
+from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
 
 _NO_LOSS: float | None = None
 
@@ -264,8 +215,7 @@ class Monitors:
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
         self._leases = LeaseChecks(self._sums.reported)
-        self._averaged: dict[str, RoundId] = {}  # of clusters that have reported nothing since this round
-        self._parted: set[str] = set()  # clusters that did not hear the hub for a while since the last round
+        self._first_losses = FirstLosses()
         self._found: deque[Conclusion] = deque()
         self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
@@ -314,7 +264,8 @@ class Monitors:
                 self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)
                 self._notify_alarm(now)
                 self._record_pace(hub, cluster, report, now)
-                self._claim(cluster, report, now)
+                claimed = self._first_losses.claim(cluster.cluster_id, report, now)
+                self._found.extend(() if claimed is None else (claimed,))
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
@@ -331,8 +282,7 @@ class Monitors:
         """Record that a node does not hear the hub: it may train beside a round that others wait for."""
         cluster = hub.placement.cluster_of(node)
         if cluster is not None:
-            self._averaged.pop(cluster.cluster_id, None)
-            self._parted.add(cluster.cluster_id)
+            self._first_losses.part(cluster.cluster_id)
 
     def record_return(self, hub: Coordinator, node: NodeId, seconds: float) -> None:
         """Record that a node hears the hub again after so long: it has trained what it had ahead."""
@@ -360,17 +310,6 @@ class Monitors:
         times = self._paces.record(cluster.cluster_id, report, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
-
-    def _claim(self, cluster: ClusterState, report: StepReport, now: float) -> None:
-        """Have the first loss after a round known, which others can find again."""
-        round_id = self._averaged.pop(cluster.cluster_id, None)
-        if round_id is None:
-            return
-        is_average = report.anchor_round == round_id
-        if is_average and report.loss is None:
-            return
-        facts = (cluster.cluster_id, report.microbatch, round_id, report.loss if is_average else None)
-        self._found.append(LossClaimed(*facts, now))
 
     def _record_noise(
         self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
@@ -480,7 +419,7 @@ class Monitors:
 
     def _go_back(self) -> None:
         self._guard.go_back()
-        self._averaged = {}
+        self._first_losses.forget_all()
         self._has_told_alarm = False
 
     def _observe_notice(self, hub: Coordinator, told: Notify) -> None:
@@ -499,14 +438,12 @@ class Monitors:
                 self._paces.forget_others(running)
                 self._noise.forget_others(running)
                 self._leases.forget_others(running)
-                self._averaged = {each: last for each, last in self._averaged.items() if each in running}
+                self._first_losses.forget_others(running)
             case RoundEnded(round_id, is_committed):
-                if is_committed and hub.blocks_in_rounds:
-                    alone = [each for each in hub.placement.running if len(each.nodes) == 1]
-                    members = [x for x in alone if hub.ledger.progress.holds(x, round_id)]
-                    ids = {each.cluster_id for each in members} - self._parted
-                    self._averaged |= dict.fromkeys(ids, round_id)
-                self._parted.clear()
+                awaits = is_committed and hub.blocks_in_rounds
+                alone = [each for each in hub.placement.running if len(each.nodes) == 1] if awaits else []
+                members = [x.cluster_id for x in alone if hub.ledger.progress.holds(x, round_id)]
+                self._first_losses.end_round(round_id, members)
 
     def _notify_alarm(self, now: float) -> None:
         while self._guard.unlike:

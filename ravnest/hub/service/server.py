@@ -143,6 +143,7 @@ class Server:
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self._store = store
         log = None if store is None else store.append
+        self._after_written = None if store is None or store.writes_at_once else store.after_written
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
@@ -172,14 +173,12 @@ class Server:
         needs_parts = self.hub.placement.needs_parts
         around = (self._apply, self._in_background, self._drop_node, self._clock.now, needs_parts)
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
-        is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
             now = self._clock.now()
-            self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
+            self._apply(Restarted(job.books, now) if self.hub.has_begun else replace(job, now=now))
             if not self._has_lost_log:  # else the group ends before it begins anything
                 self._start(self._listen())
-                if self._store is not None:
-                    self._start(self._write_log(self._store))
+                self._start(self._write_log())
             try:
                 outcome = await self._result
             finally:
@@ -234,9 +233,9 @@ class Server:
         if self._admission.names:
             await asyncio.wait([self._parting], timeout=self._timeouts.parting_seconds)
 
-    async def _write_log(self, store: EventStore) -> None:
+    async def _write_log(self) -> None:
         try:
-            await store.write(self._follow_log)
+            await self._store.write(self._follow_log) if self._store is not None else None
         except RavnestError as error:
             self._end_without_log(error)
 
@@ -431,10 +430,7 @@ class Server:
             self._end_without_log(error)
             return
         follow_up = partial(self._follow_up, event, actions)
-        if self._store is None or self._store.writes_at_once:
-            follow_up()
-        else:
-            self._store.after_written(follow_up)
+        self._after_written(follow_up) if self._after_written is not None else follow_up()
         if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._clock.set(self._monitored.due)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.hub.monitors.monitors import NoiseMonitor
+from ravnest.hub.monitors.loss_guard import NoiseMonitor
 from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.training import GradientNoise
 
