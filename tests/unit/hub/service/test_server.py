@@ -120,6 +120,8 @@ def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_noth
 class LateStore(MemoryStore):
     """A store that writes nothing until it is told to."""
 
+    writes_at_once = False
+
     def __init__(self) -> None:
         super().__init__()
         self.waiting = Unwritten()
