@@ -271,6 +271,9 @@ class Endpoint(ABC):
         return frozenset(peer for peer, one in self._neighbours.items() if one.connection is not None)
 
     @abstractmethod
+    async def answers(self, key: PublicKey, address: str) -> bool: ...
+
+    @abstractmethod
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> Connection:
         """Start connecting and return at once; LinkError when the address cannot be used."""
 

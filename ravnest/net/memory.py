@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Endpoint
-from ravnest.net.identity import KeyPair
+from ravnest.net.identity import KeyPair, peer_of
 from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
@@ -155,6 +155,18 @@ class MemoryTransport(Endpoint):
         await super().__aexit__()
         if self.network._listeners.get(self.address or "") is self:
             del self.network._listeners[self.address or ""]
+
+    async def answers(self, key: PublicKey, address: str) -> bool:
+        peer = peer_of(key)
+        answered: asyncio.Future[None] = self._loop.create_future()
+        delay_seconds = 2 * self.network.wire(self.peer, peer).delay_seconds
+        timer = self._loop.call_later(delay_seconds, answered.set_result, None)
+        try:
+            await answered
+        finally:
+            timer.cancel()
+        there = self.network._listeners.get(address)
+        return there is not None and there.peer == peer and there._may_connect(self.peer)
 
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> "_Connection":
         near = _Connection(self, peer, is_dialled=True)

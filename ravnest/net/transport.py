@@ -120,6 +120,9 @@ class Transport(Protocol):
     def connected(self) -> frozenset[PeerId]:
         """Return the peers whose link is up."""
 
+    async def answers(self, key: PublicKey, address: str) -> bool:
+        """Return whether the owner of a key listens at an address, and would let this program in."""
+
 
 def as_views(buffers: Sequence[Buffer]) -> tuple[memoryview, ...]:
     """Return the buffers as plain bytes, without a copy."""

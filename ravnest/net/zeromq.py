@@ -170,6 +170,37 @@ class ZeroMqTransport(Endpoint):
         socket.ipv6 = True
         return socket
 
+    async def answers(self, key: PublicKey, address: str) -> bool:
+        try:
+            host, port = split_address(address)
+            place = await _Lookup(host).next_place()  # kept for nobody: names come from strangers
+            socket = self._make_socket(zmq.DEALER)
+        except (LinkError, OSError, ValueError, zmq.ZMQError):
+            return False
+        with socket:
+            socket.linger = 0
+            found: asyncio.Future[bool] = self._loop.create_future()
+
+            def end(frames: list[zmq.Frame]) -> None:
+                event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+                if not found.done():
+                    found.set_result(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+            try:
+                socket.curve_serverkey = key
+                monitor = self._watch(socket.get_monitor_socket(_WATCHED | zmq.EVENT_HANDSHAKE_SUCCEEDED))
+            except zmq.ZMQError:
+                return False
+            try:
+                socket.connect(write_address(place, port))
+                monitor.start(end)
+                return await found
+            except zmq.ZMQError:
+                return False
+            finally:
+                socket.disable_monitor()
+                monitor.close()
+
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> "_Dialled":
         host, port = split_address(address)
         try:

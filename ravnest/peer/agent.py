@@ -439,6 +439,8 @@ class Agent:
         if welcome.relay_port:
             self._relay = (split_address(self._hub_address)[0], welcome.relay_port)
         logger.info("joined as %s", welcome.node)
+        if self._offer.addresses and not welcome.is_reachable:
+            logger.info("others cannot dial this PC: it dials them, or meets them through the hub")
 
     def _follow_plan(self, order: PlanOrder) -> None:
         """Begin anew at another position; what is on its way for the one before may be of use there."""

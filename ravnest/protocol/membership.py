@@ -62,6 +62,7 @@ class Welcome:
 
     node: NodeId
     relay_port: Port = 0
+    is_reachable: bool = True  # others can dial it, as far as the hub could find out
 
 
 @dataclass(frozen=True, slots=True)

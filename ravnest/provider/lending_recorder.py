@@ -318,3 +318,7 @@ class MeteredTransport:
     def connected(self) -> frozenset[PeerId]:
         """Return the peers whose link is up."""
         return self._inner.connected()
+
+    async def answers(self, key: PublicKey, address: str) -> bool:
+        """Return whether the owner of a key listens at an address."""
+        return await self._inner.answers(key, address)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.as_root import networks
+from support.as_root import call, networks, unroutable
 from support.small_swarm import (
     BARE_JOIN,
     END_SECONDS,
@@ -30,7 +30,15 @@ import ravnest as rv
 from ravnest.config import NetTimeouts, PeerTimeouts, Timeouts
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notice_texts import show_notice
-from ravnest.hub.coordinator.notices import ClusterStarted, EpochDone, Left, Measured, Notice, PlanFormed
+from ravnest.hub.coordinator.notices import (
+    ClusterStarted,
+    EpochDone,
+    Left,
+    Measured,
+    NotDialled,
+    Notice,
+    PlanFormed,
+)
 from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.service.server import HubParts
 from ravnest.net import relay
@@ -148,6 +156,30 @@ def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay() -> 
             hub.fit(make_job(), nodes=2)
             said = peers[0].communicate(timeout=END_SECONDS)[1]
         assert f"listens at tcp://198.18.{os.getpid() % 250}.2:" in said
+    assert num_stages(told) == [2]
+    check_books(told)
+    assert relays.num_joined
+
+
+@pytest.mark.needs_root
+def test_peers_that_wrongly_believe_they_can_be_dialled_are_found_out() -> None:
+    """As behind a router that lets nobody in: they listen at an address that leads nowhere from outside."""
+    told: list[Notice] = []
+    relays = Relays()
+    with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append, parts=relays.parts) as hub:
+        port = hub.token.addresses[0].rpartition(":")[2]
+        addresses = tuple(f"tcp://{here}:{port}" for _, here in made)
+        token = msgspec.structs.replace(hub.token, addresses=addresses)
+        private = f"198.51.100.{os.getpid() % 250}"
+        for name, _ in made:
+            call(f"ip -netns {name} address add {private}/32 dev lo")
+        inside = [("ip", "netns", "exec", name) for name, _ in made]
+        door = ["--listen", f"{private}:0"]
+        with unroutable(private), joining(token, door, door, prefix=inside) as peers:
+            hub.fit(make_job(), nodes=2)
+            said = peers[0].communicate(timeout=END_SECONDS)[1]
+        assert f"listens at tcp://{private}:" in said
+    assert {news.node for news in told if isinstance(news, NotDialled)} == {"node0", "node1"}
     assert num_stages(told) == [2]
     check_books(told)
     assert relays.num_joined

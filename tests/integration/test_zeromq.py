@@ -134,6 +134,29 @@ def test_another_key_at_the_address_is_not_believed():
     run(main)
 
 
+def test_only_the_owner_of_a_key_that_lets_one_in_answers():
+    async def main():
+        async with make(0, ANY_PORT, known=KEYS[:2]) as hub, make(1) as node, make(2) as stranger:
+            port = split_address(hub.address)[1]
+            assert await node.answers(KEYS[0].public, hub.address)
+            assert await node.answers(KEYS[0].public, f"tcp://localhost:{port}")
+            assert not await node.answers(KEYS[3].public, hub.address), "another machine has this address"
+            assert not await stranger.answers(KEYS[0].public, hub.address)
+            assert not hub.connected(), "a question is no link"
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                assert not await node.answers(KEYS[0].public, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+            for nonsense in ("tcp://a..b:7700", "nowhere", "tcp://127.0.0.1:99999"):
+                assert not await node.answers(KEYS[0].public, nonsense)
+            with socket.create_server(("127.0.0.1", 0)) as silent:  # waited for as long as the caller likes
+                asked = node.answers(KEYS[0].public, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(asked, 0.1)
+            assert await node.answers(KEYS[0].public, hub.address)
+
+    run(main)
+
+
 def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
     async def main():
         async with make(0, ANY_PORT) as hub:

@@ -42,6 +42,16 @@ def networks(num: int) -> Iterator[list[tuple[str, str]]]:
 
 
 @contextmanager
+def unroutable(address: str) -> Iterator[None]:
+    """Have no way from here to an address."""
+    call(f"ip route add unreachable {address}/32")
+    try:
+        yield
+    finally:
+        call(f"ip route delete unreachable {address}/32")
+
+
+@contextmanager
 def home_network(names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Make a namespace for each PC, all at one switch; give their names by those of the PCs."""
     switch, net = f"rvs{os.getpid()}", f"198.19.{os.getpid() % 250}"

@@ -29,6 +29,7 @@ from ravnest.hub.coordinator.notices import (
     ModelCaptured,
     NoiseFound,
     NotCheckpointed,
+    NotDialled,
     NotEvaluated,
     Notice,
     PauseChanged,
@@ -76,6 +77,11 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"captured {job} in {seconds:.1f} s: {size}"
         case Joined(node):
             return f"{node} joined"
+        case NotDialled(node):
+            return (
+                f"{node} cannot be dialled: a router or firewall there lets nobody in. It dials the others; "
+                "two that cannot be dialled meet through the hub, which is slower"
+            )
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):

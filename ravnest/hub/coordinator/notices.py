@@ -49,6 +49,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class NotDialled:
+    """A peer that joins listens, but the hub cannot dial it: its router or firewall lets nobody in."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The speed and links of a peer that plans count on; the fault says why they were not measured."""
 
@@ -400,6 +407,7 @@ Notice = (
     | CaptureStep
     | ModelCaptured
     | Joined
+    | NotDialled
     | Measured
     | Resumed
     | FromCheckpoint

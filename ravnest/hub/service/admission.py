@@ -35,7 +35,8 @@ from ravnest.net.identity import (
 )
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
-from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport
+from ravnest.plan.types import Node
+from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport, Welcome
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.link_probe import LinkTimes
@@ -215,6 +216,10 @@ class Admission:
         self._peers[name] = peer
         addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
+
+    def welcome(self, node: Node) -> Welcome:
+        """Return what a peer that has joined is told."""
+        return Welcome(node.name, self._relay.port if self._relay is not None else 0, node.is_reachable)
 
     def forget(self, peer: PeerId) -> NodeId | None:
         """Forget a peer; return its name if it had joined. Before it comes again it must be admitted."""

@@ -7,6 +7,7 @@ out piece by piece on demand. It runs in the requester's process.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,10 +67,20 @@ from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.generation_service import GenerationService
 from ravnest.hub.service.hub_clock import HubClock
+from ravnest.hub.service.newcomers import Newcomers
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
-from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
+from ravnest.net.transport import (
+    MIB,
+    Delivery,
+    LinkDown,
+    LinkUp,
+    PeerId,
+    Service,
+    Transport,
+    TransportLimits,
+)
 from ravnest.protocol import messages
 from ravnest.protocol.generation import GenerationAnswer, GenerationFault
 from ravnest.protocol.membership import (
@@ -81,7 +92,6 @@ from ravnest.protocol.membership import (
     Recounted,
     Refused,
     Stop,
-    Welcome,
 )
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
@@ -136,9 +146,7 @@ class Server:
     ) -> None:
         self._admission = Admission(token, relay, parts.version) if admission is None else admission
         self.admit = self._admission.admit
-        self._relay = relay
-        self._tell = tell
-        self._parts = parts
+        self._tell, self._parts = tell, parts
         self._timeouts = parts.timeouts.hub
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self._store = store
@@ -172,6 +180,7 @@ class Server:
         )
         needs_parts = self.hub.placement.needs_parts
         around = (self._apply, self._in_background, self._drop_node, self._clock.now, needs_parts)
+        self._newcomers = Newcomers(transport, self._start, self._join, self._tell, self._parts.timeouts.net)
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
         async with asyncio.TaskGroup() as self._tasks:
             now = self._clock.now()
@@ -339,8 +348,7 @@ class Server:
 
     def _afford(self, peer: PeerId, spending: Spending) -> bool:
         """Return whether a peer may go on; one that floods the hub is sent away for good."""
-        reason = self._admission.charge(peer, spending, self._loop.time())
-        if reason is not None:
+        if (reason := self._admission.charge(peer, spending, self._loop.time())) is not None:
             self._ban(peer, reason)
         return reason is None
 
@@ -358,19 +366,20 @@ class Server:
             return
         self._outages.record_arrival(self._loop.time())
         self._follow_outages()
-        name, now = known.node.name, self._clock.now()
-        relay_port = self._relay.port if self._relay is not None else 0
-        self._post(Outgoing(name, Welcome(name, relay_port)))
         if before is not None:  # it is back when it has said what it did meanwhile
-            self._returning[peer] = PeerReturned(name, known.addresses, now)
+            self._returning[peer] = PeerReturned(known.node.name, known.addresses, self._clock.now())
+            self._post(Outgoing(known.node.name, self._admission.welcome(known.node)))
         else:
-            self._apply(PeerJoined(known.node, key, known.addresses, now, known.guessed))
+            self._newcomers.dial_back(peer, known, key)
+
+    def _join(self, hello: Hello, key: str) -> None:
+        """Make a peer a member, of which is known now whether others can dial it."""
+        self._post(Outgoing(hello.node.name, self._admission.welcome(hello.node)))
+        self._apply(PeerJoined(hello.node, key, hello.addresses, self._clock.now(), hello.guessed))
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
-        try:
+        with suppress(LinkError):  # it has gone
             await self._transport.send(peer, Service.CONTROL, messages.pack(Refused(reason)))
-        except LinkError as error:
-            logger.debug("%s is not told: %s", peer, error)
 
     def _ban(self, peer: PeerId, reason: str, *, is_fault: bool = True) -> None:
         """Send a peer away for good that sends what no honest one would, or another version's words."""
@@ -391,6 +400,7 @@ class Server:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
         self._returning.pop(peer, None)
+        self._newcomers.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)

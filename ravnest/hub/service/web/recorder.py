@@ -35,6 +35,7 @@ from ravnest.hub.coordinator.notices import (
     ModelCaptured,
     NoiseFound,
     NotCheckpointed,
+    NotDialled,
     Notice,
     PlanFormed,
     Recovered,
@@ -60,7 +61,7 @@ from ravnest.protocol.training import StepReport
 from ravnest.web.updates import NumberedNews, RunCurve
 
 _TOPICS: dict[str, tuple[type, ...]] = {
-    "members": (Joined, Left, Leaving, Missing, Returned, Measured, SpeedChanged, CutOff),
+    "members": (Joined, NotDialled, Left, Leaving, Missing, Returned, Measured, SpeedChanged, CutOff),
     "plan": (
         PlanFormed,
         Repaired,

@@ -1,0 +1,79 @@
+"""Peers that are about to join: the hub dials them back, to find out whether others can.
+
+A provider does not know what its router lets in, so its own word is only an upper bound. Who answers has to
+prove the peer's key: another machine at the same private address does not count.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ravnest.config import NetTimeouts
+from ravnest.hub.coordinator.notices import NotDialled, Notice
+from ravnest.net.transport import PeerId, PublicKey, Transport
+from ravnest.protocol.membership import Hello
+
+_MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address
+
+
+class Newcomers:
+    """Calls `join` with what a peer says, once it is known whether it can be dialled."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        start: Callable[[Coroutine[Any, Any, None]], object],
+        join: Callable[[Hello, str], None],
+        tell: Callable[[Notice], None],
+        timeouts: NetTimeouts,
+    ) -> None:
+        self._transport, self._seconds = transport, timeouts.dial_seconds
+        self._start, self._join, self._tell = start, join, tell
+        self._room = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._awaited: dict[PeerId, Hello] = {}
+
+    def dial_back(self, peer: PeerId, hello: Hello, key: str) -> None:
+        """Find out whether the peer can be dialled; then it joins, unless it was forgotten."""
+        self._awaited[peer] = hello
+        self._start(self._find(peer, hello, key))
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget a peer that has gone; if it comes again it is dialled back again."""
+        self._awaited.pop(peer, None)
+
+    async def _find(self, peer: PeerId, hello: Hello, key: str) -> None:
+        listens = hello.node.is_reachable
+        is_reachable = listens and await self._answers(PublicKey(key.encode()), hello.addresses)
+        if self._awaited.get(peer) is not hello:  # it has gone meanwhile, and may be back
+            return
+        del self._awaited[peer]
+        if listens and not is_reachable:
+            self._tell(NotDialled(hello.node.name))
+        self._join(replace(hello, node=replace(hello.node, is_reachable=is_reachable)), key)
+
+    async def _answers(self, key: PublicKey, addresses: Sequence[str]) -> bool:
+        """Return whether the owner of a key answers at one of these addresses.
+
+        No takes as long as silence: a peer does not learn which ports of the hub's network are open.
+        """
+        async with self._room:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    if await self._any(key, addresses):
+                        return True
+                    await asyncio.get_running_loop().create_future()
+            except TimeoutError:
+                pass  # a router that drops what it does not let in says nothing
+        return False
+
+    async def _any(self, key: PublicKey, addresses: Sequence[str]) -> bool:
+        tries = [asyncio.ensure_future(self._transport.answers(key, each)) for each in addresses]
+        try:
+            for tried in asyncio.as_completed(tries):
+                if await tried:
+                    return True
+        finally:
+            for each in tries:
+                each.cancel()
+        return False
