@@ -251,14 +251,14 @@ class Monitors:
         if report.build_id != build_id:
             return f"StepReport of plan {report.build_id} from {sender}, who follows {build_id}"
         self._follow(hub.ledger)
-        if sender == cluster.leaf and hub.spot_checks.awaits(cluster, report.microbatch):
-            loss = report.loss if report.anchor_round is not None else None
-            self._found.append(LossRechecked(cluster.cluster_id, report.microbatch, loss, now))
-            return None
         if sender == cluster.leaf:
             is_training = self._sums.record(hub.ledger, cluster, report)
             if isinstance(is_training, str):
-                return is_training
+                if not hub.spot_checks.awaits(cluster, report.microbatch):
+                    return is_training
+                loss = report.loss if report.anchor_round is not None else None
+                self._found.append(LossRechecked(cluster.cluster_id, report.microbatch, loss, now))
+                return None
             if is_training:
                 self._leases.touch(cluster.cluster_id)
                 self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)

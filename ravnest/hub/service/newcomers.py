@@ -11,6 +11,7 @@ from typing import Any
 
 from ravnest.config import NetTimeouts
 from ravnest.hub.coordinator.notices import NotDialled, Notice
+from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, PublicKey, Transport
 from ravnest.protocol.membership import Hello
 
@@ -23,12 +24,14 @@ class Newcomers:
     def __init__(
         self,
         transport: Transport,
+        find_peer: Callable[[NodeId], PeerId | None],
         start: Callable[[Coroutine[Any, Any, None]], object],
         join: Callable[[Hello, str], None],
         tell: Callable[[Notice], None],
         timeouts: NetTimeouts,
     ) -> None:
         self._transport, self._seconds = transport, timeouts.dial_seconds
+        self._find_peer = find_peer  # that goes by a name, if it is still here
         self._start, self._join, self._tell = start, join, tell
         self._room = asyncio.Semaphore(_MOST_AT_ONCE)
         self._awaited: dict[PeerId, Hello] = {}
@@ -38,16 +41,14 @@ class Newcomers:
         self._awaited[peer] = hello
         self._start(self._find(peer, hello, key))
 
-    def forget(self, peer: PeerId) -> None:
-        """Forget a peer that has gone; if it comes again it is dialled back again."""
-        self._awaited.pop(peer, None)
-
     async def _find(self, peer: PeerId, hello: Hello, key: str) -> None:
         listens = hello.node.is_reachable
         is_reachable = listens and await self._answers(PublicKey(key.encode()), hello.addresses)
-        if self._awaited.get(peer) is not hello:  # it has gone meanwhile, and may be back
+        is_last = self._awaited.get(peer) is hello  # it may have gone, and come again
+        if is_last:
+            del self._awaited[peer]
+        if not is_last or self._find_peer(hello.node.name) != peer:
             return
-        del self._awaited[peer]
         if listens and not is_reachable:
             self._tell(NotDialled(hello.node.name))
         self._join(replace(hello, node=replace(hello.node, is_reachable=is_reachable)), key)

@@ -180,7 +180,9 @@ class Server:
         )
         needs_parts = self.hub.placement.needs_parts
         around = (self._apply, self._in_background, self._drop_node, self._clock.now, needs_parts)
-        self._newcomers = Newcomers(transport, self._start, self._join, self._tell, self._parts.timeouts.net)
+        self._newcomers = Newcomers(
+            transport, self._admission.find, self._start, self._join, self._tell, self._parts.timeouts.net
+        )
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
         async with asyncio.TaskGroup() as self._tasks:
             now = self._clock.now()
@@ -400,7 +402,6 @@ class Server:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
         self._returning.pop(peer, None)
-        self._newcomers.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
