@@ -4,6 +4,20 @@ import asyncio
 from collections.abc import Callable
 
 
+class Alarm:
+    """Calls `ring` once, at the time of the event loop that was set last."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, at: float | None) -> None:
+        """Ring at this time, and no longer at the one before; None: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at is None else asyncio.get_running_loop().call_at(at, self._ring)
+
+
 class HubClock:
     """Counts from `least` on; `ring` is called when it is the time that was set last."""
 
@@ -12,8 +26,7 @@ class HubClock:
         self._ahead = max(0.0, least - self._loop.time())
         self._stands_at: float | None = None
         self._due: float | None = None
-        self._ring = ring
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(ring)
 
     def now(self) -> float:
         """Return the hub's time."""
@@ -22,10 +35,8 @@ class HubClock:
     def set(self, due: float | None) -> None:
         """Ring at this time, and no longer at the one before; None: not at all."""
         self._due = due
-        if self._timer is not None:
-            self._timer.cancel()
         is_off = due is None or self._stands_at is not None
-        self._timer = None if due is None or is_off else self._loop.call_at(due - self._ahead, self._ring)
+        self._alarm.set(None if due is None or is_off else due - self._ahead)
 
     def stand(self, *, still: bool) -> None:
         """Stand still, or go on from there."""
