@@ -17,7 +17,6 @@ from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import ClusterSilent, JobSettings
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId
-from ravnest.protocol.training import StepReport
 
 _BATCHES = 20.0  # a busy cluster may be silent for as long as these take
 _FETCHES = 10.0  # downloads of a stage: so much more silence is allowed while it is built
@@ -284,15 +283,8 @@ class ThroughputMonitor:
             del self._known[bisect_left(self._known, speed.known)]
             speed.known = None
 
-    def record(self, name: NodeId, report: StepReport, now: float) -> float | None:
-        """Add a report; return how many times as fast its node is now, if it has been so for long."""
-        seconds = report.forward_seconds + report.backward_seconds
-        return self.record_work(name, report.build_id, seconds, report.num_samples, now)
-
-    def record_work(
-        self, name: str, build_id: int, seconds: float, num_samples: int, now: float
-    ) -> float | None:
-        """Add the time of some work."""
+    def record(self, name: str, build_id: int, seconds: float, num_samples: int, now: float) -> float | None:
+        """Add the time of some work; return how many times as fast it is now, if it has been so for long."""
         if num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return None  # an evaluation, or nonsense
         speed = self._speeds.get(name)
@@ -331,13 +323,13 @@ class PaceMonitor:
         self._speeds = ThroughputMonitor(timeouts)
         self._heard_at: dict[str, float] = {}  # by cluster_id, of those at work
 
-    def record(self, cluster_id: str, report: StepReport, now: float) -> float | None:
-        """Add a report of a leaf; return how many times as fast a cluster is that is slow for long."""
+    def record(self, cluster_id: str, build_id: int, num_samples: int, now: float) -> float | None:
+        """Add a microbatch; return how many times as fast a cluster is that is slow for long."""
         before = self._heard_at.get(cluster_id)
         self._heard_at[cluster_id] = now
         if before is None:
             return None
-        times = self._speeds.record_work(cluster_id, report.build_id, now - before, report.num_samples, now)
+        times = self._speeds.record(cluster_id, build_id, now - before, num_samples, now)
         return times if times is not None and times < 1 else None
 
     def pause(self, cluster_id: str) -> None:

@@ -270,7 +270,8 @@ class Monitors:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
         self._record_noise(hub, cluster, sender, report, now)
-        times = self._speeds.record(sender, report, now)
+        seconds = report.forward_seconds + report.backward_seconds
+        times = self._speeds.record(sender, report.build_id, seconds, report.num_samples, now)
         if times is not None:
             self._found.appendleft(SpeedMeasured(sender, times, now))
         self._liveness.record_sign(cluster.cluster_id, now)
@@ -307,7 +308,7 @@ class Monitors:
         if hub.stands_still or not hub.ledger.is_busy(cluster):
             self._paces.pause(cluster.cluster_id)
             return
-        times = self._paces.record(cluster.cluster_id, report, now)
+        times = self._paces.record(cluster.cluster_id, report.build_id, report.num_samples, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
 

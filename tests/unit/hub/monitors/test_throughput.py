@@ -3,20 +3,19 @@
 import pytest
 
 from ravnest.hub.monitors.liveness import PaceMonitor, ThroughputMonitor
-from ravnest.protocol.training import StepReport
 
 START = 40  # when all is as usual
 
 
-def report(seconds, epoch=1, num_samples=10):
-    times = (0.25 * seconds * num_samples, 0.75 * seconds * num_samples, 0.0, 0.0)
-    return StepReport(epoch, 0, 1, 0, num_samples, *times, None, ())
+def work(seconds, build_id=1, num_samples=10):
+    """So many samples, each of so many seconds, of a build."""
+    return build_id, seconds * num_samples, num_samples
 
 
-def tell(speeds, name, seconds, times, epoch=1):
+def tell(speeds, name, seconds, times, build_id=1):
     """Let a stage report every second; the first verdict and when it came, or None."""
     for now in times:
-        verdict = speeds.record(name, report(seconds, epoch), float(now))
+        verdict = speeds.record(name, *work(seconds, build_id), float(now))
         if verdict is not None:
             return now, verdict
     return None
@@ -40,7 +39,7 @@ def test_who_is_slow_in_lumps_is_seen_too():
     """A busy PC stops a program for a moment now and then: most batches take as long as ever."""
     speeds, verdicts = usual("a"), []
     for index in range(2000):
-        verdict = speeds.record("a", report(40.0 if index % 10 == 0 else 1.0), START + 0.1 * index)
+        verdict = speeds.record("a", *work(40.0 if index % 10 == 0 else 1.0), START + 0.1 * index)
         verdicts += [verdict] if verdict is not None else []
     assert verdicts == [pytest.approx(1 / 4.9, rel=0.2)]
 
@@ -69,7 +68,7 @@ def test_what_slows_all_of_them_is_nobodys_fault():
     speeds = usual("a", "b", "c")
     for now in range(START, START + 100):
         for name in "abc":
-            assert speeds.record(name, report(4.0), float(now)) is None
+            assert speeds.record(name, *work(4.0), float(now)) is None
 
 
 def test_one_among_others_that_are_as_usual_is_seen():
@@ -77,14 +76,14 @@ def test_one_among_others_that_are_as_usual_is_seen():
     verdicts = {}
     for now in range(START, START + 60):
         for name, seconds in (("a", 1.0), ("b", 4.0), ("c", 1.0)):
-            found = speeds.record(name, report(seconds), float(now))
+            found = speeds.record(name, *work(seconds), float(now))
             verdicts |= {name: found} if found is not None else {}
     assert verdicts == {"b": pytest.approx(1 / 4)}
 
 
 def test_another_stage_begins_anew():
     speeds = usual("a")
-    assert tell(speeds, "a", 5.0, range(START, START + 200), epoch=2) is None
+    assert tell(speeds, "a", 5.0, range(START, START + 200), build_id=2) is None
 
 
 def test_who_went_and_came_back_begins_anew():
@@ -104,7 +103,7 @@ def test_nonsense_says_nothing(seconds):
     speeds = usual("a")
     assert tell(speeds, "a", seconds, range(START, START + 100)) is None
     assert tell(speeds, "a", 1.0, range(START + 100, START + 200)) is None
-    assert speeds.record("a", report(1.0, num_samples=0), 300.0) is None
+    assert speeds.record("a", *work(1.0, num_samples=0), 300.0) is None
 
 
 def step(paces, every, times, cluster_id="A1"):
@@ -112,7 +111,7 @@ def step(paces, every, times, cluster_id="A1"):
     start, stop = times
     now = start
     while now < stop:
-        verdict = paces.record(cluster_id, report(0.1), now)
+        verdict = paces.record(cluster_id, 1, 10, now)
         if verdict is not None:
             return now, verdict
         now += every
