@@ -22,7 +22,7 @@ from ravnest.engine.stage import SummedGradient
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ProtocolError
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.robust_mean import dither, find_mean, judge_rows
+from ravnest.peer.robust_mean import dither, find_mean, find_square, judge_rows
 from ravnest.protocol.tensors import Buffer, TensorSpec
 
 _RANGE = 1e3  # times the largest weight or own change: further away no honest mean is
@@ -255,7 +255,7 @@ class SegmentState:
         fault = self.fault(where, replace(value, items=items), 1.0, 0)
         if fault is not None or where.start >= self._num_trained:
             return 0.0, fault
-        return float(items.double().square().sum()), None
+        return find_square(items), None
 
     @torch.no_grad()
     def combine(self, where: slice, rows: Sequence[Row[EncodedChunk]]) -> EncodedChunk:
