@@ -99,7 +99,8 @@ class HubProgram:
         """Run it until it ends; all that listen count from its start."""
         files = [self._place / "hub-answers.txt", self._place / "hub-said.txt"]
         listeners = [*beside, *([] if fault is None else [fault])]
-        given = ((*self._words, *options), files, self._folder, listeners)
+        # The process that it is forked from may be older than what the environment says now of a bucket.
+        given = ((*self._words, *options), files, self._folder, listeners, dict(os.environ))
         process = self._context.Process(target=_run, args=given, daemon=True)
         began_at = time.monotonic()
         process.start()
@@ -115,7 +116,14 @@ def _find_door() -> str:
         return f"127.0.0.1:{door.getsockname()[1]}"
 
 
-def _run(words: tuple[str, ...], files: list[Path], folder: Path, listeners: list[Listener]) -> None:
+def _run(
+    words: tuple[str, ...],
+    files: list[Path],
+    folder: Path,
+    listeners: list[Listener],
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     for number, path in enumerate(files, 1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
