@@ -20,7 +20,7 @@ from pathlib import Path
 Command = Sequence[str]
 
 # All would share one cache. Ten minutes are against what hangs: a busy PC takes long for a test.
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600", "--durations=10")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600")
 LEARNING = ("tests/integration/test_demo.py", "tests/integration/test_convergence.py")  # they compute, too
 
 

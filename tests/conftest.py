@@ -4,11 +4,14 @@ Tests that need root or PostgreSQL are skipped where that cannot be had, unless 
 it must.
 """
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Generator
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -26,11 +29,44 @@ LONG = {
     "attacks",
 }  # many examples, captures, processes
 LONG_SECONDS = 600.0  # against what hangs, not against what is slow: a PC may have a load of 15
+WITH_PROGRAMS = {"integration", "browser", "attacks"}
+NUM_SHOWN = 10
+COSTS = pytest.StashKey[dict[str, float]]()  # seconds of a core, by test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_root: makes networks and mounts disks")
     config.addinivalue_line("markers", "needs_postgres: starts PostgreSQL")
+    config.stash[COSTS] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Count what a test costs in seconds of a core, which a busy PC does not change as it does durations."""
+    has_programs = item.path.parent.name in WITH_PROGRAMS
+    before = find_used(has_programs)
+    result = yield
+    item.config.stash[COSTS][item.nodeid] = find_used(has_programs) - before
+    return result
+
+
+def find_used(has_programs: bool) -> float:
+    """Return the seconds of a core that this program has used, with all that it started."""
+    used = sum(os.times()[:4])
+    if has_programs:
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                used += sum(each.cpu_times()[:4])
+    return used
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the tests that cost most."""
+    dearest = sorted(config.stash[COSTS].items(), key=lambda item: -item[1])[:NUM_SHOWN]
+    if dearest and dearest[0][1] >= 1.0:
+        terminalreporter.section(f"dearest {len(dearest)}, in seconds of a core")
+        for name, seconds in dearest:
+            terminalreporter.write_line(f"{seconds:7.1f}  {name}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
