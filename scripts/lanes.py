@@ -1,4 +1,4 @@
-"""Everything that must pass, in four lanes side by side: a free lane takes the next command, long ones first.
+"""Everything that must pass, in six lanes side by side: a free lane takes the next command, long ones first.
 
 So two cores are busy to the end. Each command is shown with what it said, its time and its seconds of a core
 when it has ended. The first that fails ends all; with --go-on the others go on, and all that failed is named.
@@ -22,6 +22,12 @@ Command = Sequence[str]
 # All would share one cache. Ten minutes are against what hangs: a busy PC takes long for a test.
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600")
 LEARNING = ("tests/integration/test_demo.py", "tests/integration/test_convergence.py")  # they compute, too
+# They make networks of the same addresses, so one after the other.
+NETWORKS = tuple(
+    str(each)
+    for each in sorted(Path("tests/integration").glob("*.py"))
+    if "support.as_root" in each.read_text()
+)
 
 
 def leave_out(paths: Command) -> Command:
@@ -37,24 +43,25 @@ def benchmark(name: str) -> Command:
 
 # Programs that mostly wait for each other, the longest first.
 PROGRAMS: list[Command] = [
+    (*PYTEST, "tests/integration", *leave_out((*LEARNING, *NETWORKS))),
+    (*PYTEST, *NETWORKS),
     benchmark("soak"),
-    (*PYTEST, "tests/integration", *leave_out(LEARNING)),
     (*PYTEST, *LEARNING, "tests/browser"),
     *map(
         benchmark, ("recovery", "pipeline", "allreduce", "quality", "gallery", "dashboard", "memory", "size")
     ),
 ]
 # These compute all the time. Everything that is in no other command is in the first of their tests.
+SUITES = ("tests/stages", "tests/unit", "tests/properties")
 COMPUTING: list[Command] = [
     ("scripts/check",),
-    (*PYTEST, *leave_out(("tests/unit", "tests/properties", "tests/integration", "tests/browser"))),
-    (*PYTEST, "tests/unit"),
-    (*PYTEST, "tests/properties"),
+    (*PYTEST, *leave_out((*SUITES, "tests/integration", "tests/browser"))),
+    *((*PYTEST, each) for each in SUITES),
     ("scripts/docs",),
     (sys.executable, "-m", "studies.run", "all", "--quick", "--json"),
     *map(benchmark, ("plan", "families", "capture", "noise", "stages", "hub")),
 ]
-NUM_LANES = 4
+NUM_LANES = 6  # for two cores: most programs wait for each other half of their time
 # They let the others go first, who mostly wait; not by more, or a busy PC would leave them nothing at all.
 NICENESS = 5
 
