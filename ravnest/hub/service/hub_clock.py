@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Alarm:
+class Timer:
     """Calls `ring` once, at the time of the event loop that was set last."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class HubClock:
         self._ahead = max(0.0, least - self._loop.time())
         self._stands_at: float | None = None
         self._due: float | None = None
-        self._alarm = Alarm(ring)
+        self._timer = Timer(ring)
 
     def now(self) -> float:
         """Return the hub's time."""
@@ -36,7 +36,7 @@ class HubClock:
         """Ring at this time, and no longer at the one before; None: not at all."""
         self._due = due
         is_off = due is None or self._stands_at is not None
-        self._alarm.set(None if due is None or is_off else due - self._ahead)
+        self._timer.set(None if due is None or is_off else due - self._ahead)
 
     def stand(self, *, still: bool) -> None:
         """Stand still, or go on from there."""

@@ -66,7 +66,7 @@ from ravnest.hub.service.admission import Admission, ProbeReports, Spending
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.generation_service import GenerationService
-from ravnest.hub.service.hub_clock import Alarm, HubClock
+from ravnest.hub.service.hub_clock import HubClock, Timer
 from ravnest.hub.service.newcomers import Newcomers
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
@@ -157,13 +157,13 @@ class Server:
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
-        self._outage_alarm = Alarm(self._find_gone)
+        self._outage_timer = Timer(self._find_gone)
         self._is_log_late = False
         self._was_cut_off = False
         self._evicted: set[PeerId | None] = set()
         self._returning: dict[PeerId, PeerReturned] = {}  # known by a hub that was started anew
         self._reports = ProbeReports(self._exchange, self._apply)
-        self._reminder = Alarm(self._remind)
+        self._reminder = Timer(self._remind)
         self._has_lost_log = False
         self.generation = GenerationService(Generations(hub.placement), self._post, self._timeouts)
 
@@ -196,7 +196,7 @@ class Server:
                 self.generation.close()
                 await self._part()
                 self._clock.close()
-                self._outage_alarm.set(None)
+                self._outage_timer.set(None)
                 self._reminder.set(None)
                 for task in tuple(self._background):
                     task.cancel()
@@ -317,7 +317,7 @@ class Server:
             self._tell(CutOff(len(self._outages.absent), self._timeouts.cut_off_seconds))
         self._was_cut_off = self._outages.is_cut_off
         self._clock.stand(still=self._was_cut_off or self._is_log_late)
-        self._outage_alarm.set(self._outages.due)
+        self._outage_timer.set(self._outages.due)
 
     def _receive(self, delivery: Delivery) -> None:
         if not self._afford(delivery.sender, Spending.ARRIVED):
