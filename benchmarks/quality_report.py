@@ -97,6 +97,10 @@ def make_report(records: Sequence[Record]) -> Outcome:
     figures: dict[str, Any] = {name: _figures(each) for name, each in found.items()}
     missed = [sentence for each in found.values() for sentence in _judge(each, figures[each.name])]
     averaged = _averaged(figures)
+    if not averaged:
+        missed.append(
+            "no swarm had more than one cluster: predicted e and the choice of clusters were not tried"
+        )
     first, later = (_difference(averaged, name) for name in ("efficiency", "as_it_went"))
     if first is not None and first > OFF:
         missed.append(f"predicted e is {first:.2f} off measured e (median), not {OFF:g} at most")

@@ -476,7 +476,7 @@ class DirectRound(MemberRound[_V]):
         """Vote when all parts are here."""
         if self._phase is not RoundPhase.RUNNING or len(self._finished) < len(self._keys):
             return ()
-        self._phase = RoundPhase.READY
+        self._enter(RoundPhase.READY)
         parts = tuple(
             (number, tuple(self._part_digest(each, part) for part in sorted(each.owner_of)))
             for number, each in self._segments.items()
@@ -489,8 +489,7 @@ class DirectRound(MemberRound[_V]):
     def _part_digest(self, shared: SharedSegment[_V], part: int) -> bytes:
         return HashTree([self._digests[shared.segment, part, k] for k in shared.chunks_of(part)]).root
 
-    def _end(self, phase: RoundPhase) -> None:
-        self._phase = phase
+    def _free(self) -> None:
         for each in (self._own, self._early, self._rows, self._finished, self._checks):
             each.clear()
 

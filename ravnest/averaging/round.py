@@ -27,6 +27,14 @@ class RoundPhase(StrEnum):
     ABORTED = "aborted"
 
 
+ROUND_TRANSITIONS: Mapping[RoundPhase, frozenset[RoundPhase]] = {
+    RoundPhase.RUNNING: frozenset({RoundPhase.READY, RoundPhase.ABORTED}),
+    RoundPhase.READY: frozenset({RoundPhase.COMMITTED, RoundPhase.ABORTED}),
+    RoundPhase.COMMITTED: frozenset(),
+    RoundPhase.ABORTED: frozenset(),
+}
+
+
 class MemberRound(ABC, Generic[_V]):
     """What a member's side of any kind of round is: where it stands, and how it ends."""
 
@@ -47,9 +55,9 @@ class MemberRound(ABC, Generic[_V]):
         match outcome, self._phase:
             case RoundCommit(), RoundPhase.READY:
                 self._averages = self._collect()
-                self._end(RoundPhase.COMMITTED)
+                self._enter(RoundPhase.COMMITTED)
             case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
-                self._end(RoundPhase.ABORTED)
+                self._enter(RoundPhase.ABORTED)
             case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
                 pass
             case _:
@@ -71,7 +79,7 @@ class MemberRound(ABC, Generic[_V]):
         """Abort by itself, to be told to the hub; None when it may not or need not."""
         if self._phase is not RoundPhase.RUNNING:
             return None
-        self._end(RoundPhase.ABORTED)
+        self._enter(RoundPhase.ABORTED)
         return RoundAbort(self._round_id, reason, suspect, hops, is_lie)
 
     def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
@@ -87,9 +95,15 @@ class MemberRound(ABC, Generic[_V]):
     def _find_late(self) -> tuple[str, NodeId | None, int]:
         """Return why this member is not ready, whom it waits for most, and after how many hops."""
 
+    def _enter(self, phase: RoundPhase) -> None:
+        assert phase in ROUND_TRANSITIONS[self._phase], f"{self._phase} is never followed by {phase}"
+        self._phase = phase
+        if not ROUND_TRANSITIONS[phase]:
+            self._free()
+
     @abstractmethod
-    def _end(self, phase: RoundPhase) -> None:
-        """End in this phase, and free what the round has taken."""
+    def _free(self) -> None:
+        """Free what the round has taken: it is over."""
 
 
 class Round(MemberRound[_V]):
@@ -156,10 +170,9 @@ class Round(MemberRound[_V]):
                 return () if abort is None else (abort,)
         if not all(ring.done for ring in self._rings.values()):
             return ()
-        self._phase = RoundPhase.READY
+        self._enter(RoundPhase.READY)
         hashes = tuple((segment, ring.digest) for segment, ring in self._rings.items())
         return (RoundReady(self._round_id, self._member, hashes),)
 
-    def _end(self, phase: RoundPhase) -> None:
-        self._phase = phase
+    def _free(self) -> None:
         self._rings.clear()

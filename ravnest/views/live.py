@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,7 @@ from rich.text import Text
 from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import DashboardOpened, Notice
-from ravnest.hub.coordinator.phases import JobPhase, NodePhase
+from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_count, show_seconds
 
@@ -122,14 +122,27 @@ def _show_nodes(status: Status) -> RenderableType:
     order = sorted(
         status.members, key=lambda each: (each.cluster is None, each.cluster or "", each.stage or 0)
     )
+    phases = {each.name: each.phase for each in status.clusters}
     for member in order[:_MOST_NODES]:
         stage = "" if member.stage is None else str(member.stage)
         phase = Text(member.fetching or member.phase, style=_STYLES.get(member.phase, ""))
-        row = [member.cluster or "", stage, Text(member.name), phase, *_show_busy(member.busy)]
+        row = [
+            _show_cluster(member.cluster, phases),
+            stage,
+            Text(member.name),
+            phase,
+            *_show_busy(member.busy),
+        ]
         table.add_row(*row)
     if len(order) > _MOST_NODES:
         table.add_row("", "", f"and {len(order) - _MOST_NODES} more", "")
     return table
+
+
+def _show_cluster(name: str | None, phases: Mapping[str, ClusterPhase]) -> str:
+    """Return the name of a cluster; with its phase, if it does not simply train."""
+    phase = phases.get(name or "", ClusterPhase.RUNNING)
+    return (name or "") if phase is ClusterPhase.RUNNING else f"{name} {phase}"
 
 
 def _show_busy(busy: float | None) -> tuple[RenderableType, str]:

@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 
 import pytest
 
-from ravnest.averaging.round import RoundPhase
+from ravnest.averaging.round import ROUND_TRANSITIONS, RoundPhase
 from ravnest.hub.coordinator.phases import (
     CLUSTER_TRANSITIONS,
     JOB_TRANSITIONS,
@@ -140,6 +140,7 @@ def test_the_protocol_page_has_and_draws_every_phase(title: str, phases: type[St
         ("A node: `NodePhase`", NODE_TRANSITIONS),
         ("A cluster: `ClusterPhase`", CLUSTER_TRANSITIONS),
         ("A job: `JobPhase`", JOB_TRANSITIONS),
+        ("A round: `RoundPhase`", ROUND_TRANSITIONS),
     ],
 )
 def test_the_protocol_page_has_the_transitions_of_the_code(

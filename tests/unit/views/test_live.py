@@ -72,6 +72,15 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     assert order == sorted(order)
 
 
+def test_a_cluster_that_does_not_train_is_shown_with_its_phase() -> None:
+    shown = {
+        phase: text_of(replace(STATUS, clusters=(ClusterStatus("A", ("root", "leaf [red]"), phase),)))
+        for phase in ClusterPhase
+    }
+    for phase, text in shown.items():
+        assert (f"A {phase}" in text) is (phase is not ClusterPhase.RUNNING)
+
+
 def test_it_fits_a_narrow_terminal_and_many_nodes() -> None:
     many = replace(STATUS, members=tuple(MemberStatus(f"pc-{k}", "waiting") for k in range(100)))
     text = text_of(many, width=80)
