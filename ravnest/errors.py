@@ -13,6 +13,10 @@ class ConfigError(RavnestError):
     exit_code = 3
 
 
+class StoreAway(ConfigError):  # noqa: N818 - what happened, not that it is an error
+    """A log's server does not answer now: nothing is known of the log. Who can wait for it tries again."""
+
+
 class PlanError(RavnestError):
     """No plan exists for these nodes and this model. The hub shows the reason, the cli exits with it."""
 
