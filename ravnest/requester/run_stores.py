@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from ravnest.config import TIMEOUTS, HubTimeouts, StoreTimeouts
-from ravnest.errors import BucketError, ConfigError
+from ravnest.errors import BucketError, ConfigError, StoreAway
 from ravnest.hub.coordinator.events import JobGiven
 from ravnest.hub.service.event_log import EventLog, EventStore, LogFolder, LogPlace, Show, read_watch
 from ravnest.hub.service.postgres_address import PostgresAddress
@@ -52,10 +52,12 @@ class RunStores:
         return partial(keep_weights, file=file, overwrite=overwrite)
 
     def find_past(self, job: JobGiven, timeouts: HubTimeouts) -> StatusTracker | None:
-        """Return the hub of the log if it was at this job."""
+        """Return the hub of the log if it was at this job; StoreAway: nobody knows."""
         place = self._place()
         try:
             past = None if place is None else read_watch(place, timeouts)
+        except StoreAway:  # or a new log would be begun because of a network that failed for a moment
+            raise
         except ConfigError as error:
             logger.info("the log is not gone on with: %s", error)
             return None

@@ -1,22 +1,25 @@
 """A log in PostgreSQL and checkpoints in a bucket, both real servers: fences, outages, and hubs that move."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psycopg
 import pytest
 
 from benchmarks.joining import Peers
 from ravnest.config import TIMEOUTS, StoreTimeouts
-from ravnest.errors import BucketError, ConfigError, FencedOff
+from ravnest.errors import BucketError, ConfigError, FencedOff, StoreAway
 from ravnest.hub.coordinator.events import Tick
 from ravnest.hub.coordinator.notices import EpochDone, LogGoesOn, LogWaits
 from ravnest.hub.service.event_log import write_event
@@ -26,14 +29,17 @@ from ravnest.requester.bucket import Bucket
 from ravnest.requester.checkpoint_mirror import CheckpointMirror
 from ravnest.requester.checkpoint_store import CheckpointError, Checkpoints
 from ravnest.requester.run_folder import read_hub_file
+from ravnest.requester.run_stores import SharedStores
 from tests.support.faults import NUM_SAMPLES
 from tests.support.hub_program import Ended, Fault, HubProgram, kill_itself, stop_itself
+from tests.support.hub_world import job
 from tests.support.saved_run import books_of, check_content, parts_of
 from tests.support.store_servers import BUCKET, PostgresServer, bucket_server, kill_postgres, postgres
 
 pytestmark = pytest.mark.needs_postgres
 QUICK = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1)
 KEY = b"k" * 32
+_SOCKET = ".s.PGSQL.5432"
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +244,98 @@ def test_a_run_is_not_begun_beside_a_hub_at_work_and_an_older_one_is_kept(server
             assert list(events) == []
 
     asyncio.run(main())
+
+
+class StandsBetween:
+    """Passes on what a hub and PostgreSQL say; after these words of the hub, only the answers."""
+
+    def __init__(self, server: PostgresServer, folder: Path, until: bytes) -> None:
+        self.address = f"postgresql://ravnest@/postgres?host={folder}"
+        self.has_stopped = asyncio.Event()
+        self._there, self._here = server.folder / _SOCKET, folder / _SOCKET
+        self._until = until
+        self._passing: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._listening = await asyncio.start_unix_server(self._meet, self._here)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listening.close()
+        for each in self._passing:
+            each.cancel()
+        await asyncio.wait(self._passing)
+
+    async def _meet(self, hub: asyncio.StreamReader, to_hub: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_unix_connection(self._there)
+        stops = asyncio.Event()
+        ways = [self._pass_on(hub, to_server, stops, self._until), self._pass_on(server, to_hub, stops)]
+        self._passing += [asyncio.create_task(each) for each in ways]
+
+    async def _pass_on(
+        self, one: asyncio.StreamReader, other: asyncio.StreamWriter, stops: asyncio.Event, until: bytes = b""
+    ) -> None:
+        with contextlib.closing(other):
+            while piece := await one.read(1 << 16):
+                other.write(piece)
+                if until and until in piece:
+                    stops.set()
+                    await asyncio.get_running_loop().create_future()
+                if stops.is_set():
+                    self.has_stopped.set()  # the server has answered those words
+
+
+def test_a_hub_that_stands_still_while_it_looks_at_its_log_keeps_no_other_out(
+    server: PostgresServer,
+) -> None:
+    """A PC that sleeps, or a network that fails, right after the hub has come back to its server."""
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as folder:  # names of sockets are short
+            async with StandsBetween(server, Path(folder), b"FOR UPDATE") as between:
+                log = PostgresLog(PostgresAddress(between.address), "stands", QUICK)
+                await asyncio.to_thread(log.open, takes_over=True)
+                writing = asyncio.create_task(log.write(lambda _: None))
+                await between.has_stopped.wait()
+                quick = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1, answer_seconds=2.0)
+                other = await asyncio.to_thread(open_log, server, "stands", quick)
+                assert other.fence == log.fence + 1
+                writing.cancel()
+                await asyncio.wait([writing])
+
+    asyncio.run(main())
+
+
+def test_a_lock_that_stays_is_no_wait_without_end(server: PostgresServer) -> None:
+    quick = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1, patience_seconds=0.1, answer_seconds=0.5)
+    log = open_log(server, "locked", quick)
+    with psycopg.connect(server.address) as other:
+        other.execute("LOCK ravnest_hubs IN ACCESS EXCLUSIVE MODE")
+        for ask in (log.check, lambda: log.register(1, "ab"), lambda: open_log(server, "locked", quick)):
+            with pytest.raises(StoreAway, match="statement timeout; start PostgreSQL, or see what it says"):
+                ask()
+    log.check()
+
+
+def test_a_result_waits_for_a_server_that_is_away(server: PostgresServer) -> None:
+    log = open_log(server, "result")
+    server.kill()
+    with ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(log.check)
+        server.start()
+        asking.result()
+
+
+def test_a_log_that_cannot_be_read_now_is_not_begun_anew(server: PostgresServer, tmp_path: Path) -> None:
+    log, place = open_log(server, "away"), PostgresPlace(PostgresAddress(server.address), "away", QUICK)
+    stores = SharedStores(tmp_path, log, place, None, resumes=True)
+    assert stores.find_past(job(), TIMEOUTS.hub) is None, "it has no event"
+    server.kill()
+    try:
+        with pytest.raises(StoreAway, match="start PostgreSQL"):
+            stores.find_past(job(), TIMEOUTS.hub)
+    finally:
+        server.start()
 
 
 @pytest.mark.parametrize(
