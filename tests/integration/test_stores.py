@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,49 +17,23 @@ import pytest
 
 from benchmarks.joining import Peers
 from ravnest.config import TIMEOUTS, StoreTimeouts
-from ravnest.errors import BucketError, ConfigError, FencedOff, StoreAway
+from ravnest.errors import ConfigError, FencedOff, StoreAway
 from ravnest.hub.coordinator.events import Tick
 from ravnest.hub.coordinator.notices import EpochDone, LogGoesOn, LogWaits
 from ravnest.hub.service.event_log import write_event
 from ravnest.hub.service.postgres_address import PostgresAddress
 from ravnest.hub.service.postgres_log import PostgresLog, PostgresPlace
 from ravnest.requester.bucket import Bucket
-from ravnest.requester.checkpoint_mirror import CheckpointMirror
-from ravnest.requester.checkpoint_store import CheckpointError, Checkpoints
 from ravnest.requester.run_folder import read_hub_file
 from ravnest.requester.run_stores import SharedStores
 from tests.support.faults import NUM_SAMPLES
 from tests.support.hub_program import Ended, Fault, HubProgram, kill_itself, stop_itself
 from tests.support.hub_world import job
-from tests.support.saved_run import books_of, check_content, parts_of
-from tests.support.store_servers import BUCKET, PostgresServer, bucket_server, kill_postgres, postgres
+from tests.support.store_servers import PostgresServer, kill_postgres
+from tests.support.stores_world import QUICK, open_log
 
 pytestmark = pytest.mark.needs_postgres
-QUICK = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1)
-KEY = b"k" * 32
 _SOCKET = ".s.PGSQL.5432"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    before = dict(os.environ)
-    with bucket_server() as environment:
-        os.environ.update(environment)
-        yield f"s3://{BUCKET}"
-    os.environ.clear()
-    os.environ.update(before)
-
-
-def open_log(server: PostgresServer, hub: str, timeouts: StoreTimeouts = QUICK) -> PostgresLog:
-    log = PostgresLog(PostgresAddress(server.address), hub, timeouts)
-    log.open(takes_over=True)
-    return log
 
 
 async def until_written(log: PostgresLog) -> None:
@@ -345,81 +317,6 @@ def test_a_server_that_is_not_there_is_named_without_its_password(given: str) ->
     with pytest.raises(ConfigError, match=r"cannot be used: .*; start PostgreSQL") as refused:
         PostgresLog(PostgresAddress(given), "nobody", QUICK).open(takes_over=True)
     assert "s3cret" not in str(refused.value)
-
-
-# Checkpoints.
-
-
-def test_checkpoints_come_back_from_the_bucket_but_none_of_a_hub_that_was_fenced_off(
-    server: PostgresServer, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = Bucket(f"{bucket}/moved", TIMEOUTS.store)
-
-    def mirrored(folder: str, log: PostgresLog) -> Checkpoints:
-        mirror = CheckpointMirror(there, log)
-        mirror.bring_back(tmp_path / folder, KEY)
-        return Checkpoints(tmp_path / folder, 2, key=KEY, mirror=mirror)
-
-    log = open_log(server, "moved")
-    first = mirrored("a", log)
-    for number, score in ((1, 0.1), (2, 0.5), (3, 0.4)):
-        first.write(number, parts_of(number), books_of(number), score)
-    first.write(4, parts_of(4), books_of(4))
-    names = {name.partition("/")[0] for name in there.find("checkpoints")}
-    assert names == {"000001-1", "000003-1", "000004-1"}, "the best and the newest two"
-
-    second = mirrored("b", open_log(server, "moved"))
-    check_content(second.find(), 4)
-    check_content(second.find_best(), 1)
-    assert sorted(each.name for each in (tmp_path / "b/checkpoints").iterdir()) == ["000001", "000004"]
-
-    with pytest.raises(
-        CheckpointError, match=r"is on this PC, but not in s3://.*: another hub has taken this run over"
-    ):
-        first.write(5, parts_of(5), books_of(5))
-    with pytest.raises(FencedOff):
-        CheckpointMirror(there, log).send_result(tmp_path / "model.safetensors")
-    second.write(5, parts_of(5), books_of(5), 0.9)
-
-    third = mirrored("a", open_log(server, "moved"))
-    assert "checkpoint 000005 of this PC does not count any more; it is set aside" in caplog.text
-    check_content(third.find(), 5)
-    third.write(6, parts_of(6), books_of(6))
-    names = {name.partition("/")[0] for name in there.find("checkpoints")}
-    assert names == {"000001-1", "000005-2", "000006-3"}, "what does not count is removed"
-
-
-def test_what_was_changed_in_a_bucket_is_passed_over(
-    server: PostgresServer, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = Bucket(f"{bucket}/changed", TIMEOUTS.store)
-    kept = Checkpoints(tmp_path / "a", key=KEY, mirror=CheckpointMirror(there, open_log(server, "changed")))
-    for number in (1, 2, 3):
-        kept.write(number, parts_of(number), books_of(number))
-    other = tmp_path / "other"
-    other.write_bytes((tmp_path / "a/checkpoints/000001/part-0.safetensors").read_bytes())
-    there.send(other, "checkpoints/000003-1/part-0.safetensors")
-    # Of another run with this key: signed, whole, of the same number, but not what was registered.
-    Checkpoints(tmp_path / "c", key=KEY).write(2, parts_of(2), books_of(2), 0.7)
-    there.send(tmp_path / "c/checkpoints/000002/manifest.json", "checkpoints/000002-1/manifest.json")
-    CheckpointMirror(there, open_log(server, "changed")).bring_back(tmp_path / "b", KEY)
-    check_content(Checkpoints(tmp_path / "b", key=KEY).find(), 1)
-    assert "checkpoint 000002 in s3://runs/changed is passed over" in caplog.text
-
-
-def test_what_a_bucket_refuses_is_a_sentence_without_a_key(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="s3://nowhere/x: 404"):
-        Bucket("s3://nowhere/x", TIMEOUTS.store).check()
-    here = Bucket(f"{bucket}/large", TIMEOUTS.store)
-    here.send(Path(__file__), "file")
-    with pytest.raises(BucketError, match=r"is .* too large"):
-        here.read("file", 10)
-    for wrong in ("s3://AKIAKEY:s3cret@runs/x", "https://runs", "s3://"):
-        with pytest.raises(ConfigError, match="write s3://BUCKET/PREFIX") as refused:
-            Bucket(wrong, TIMEOUTS.store)
-        assert "s3cret" not in str(refused.value)
 
 
 # Whole programs.
