@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.events import JobGiven
 from ravnest.hub.service.event_log import EventLog, EventStore, LogFolder, LogPlace, Show, read_watch
 from ravnest.hub.service.postgres_address import PostgresAddress
 from ravnest.hub.service.status import StatusTracker
+from ravnest.requester.bucket_address import BucketAddress
 from ravnest.requester.checkpoint_store import Checkpoints, open_checkpoints
 from ravnest.requester.result import Result, keep_weights
 from ravnest.requester.run_folder import HubFile, read_hub_file, set_aside
@@ -148,11 +149,20 @@ class SharedPlaces:
             raise ConfigError(
                 "--blobs needs --store, too: without a log that others share, two hubs could write at once"
             )
+        blobs = str(BucketAddress.read(blobs)) if blobs else ""  # before hub.json has it
         return cls(PostgresAddress(store) if store else None, blobs)
 
     def complete(self, hub: HubFile) -> tuple[Self, HubFile]:
-        """Return what counts, which is what hub.json says unless there is something else, and that file."""
-        known = self if self.log is not None else self.read(hub.store, hub.blobs)
+        """Return what counts, which is what hub.json says unless there is something else, and that file.
+
+        The bucket goes with its log: who gives the log's address again, maybe with a password, means both.
+        """
+        if self.log is None:
+            known = self.read(hub.store, hub.blobs)
+        elif not self.blobs and str(self.log) == hub.store:
+            known = replace(self, blobs=self.read(hub.store, hub.blobs).blobs)
+        else:
+            known = self
         store = "" if known.log is None else str(known.log)
         return known, msgspec.structs.replace(hub, store=store, blobs=known.blobs)
 
