@@ -178,6 +178,29 @@ def test_a_hub_waits_for_a_server_no_longer_than_it_may_and_says_what_to_do(serv
         server.start()
 
 
+def test_a_log_that_was_set_back_is_not_written_on(server: PostgresServer) -> None:
+    """A standby that lacked the last events, or a backup: what follows from them was done already."""
+
+    async def main() -> None:
+        log = open_log(server, "set back")
+        writing = asyncio.create_task(log.write(lambda _: None))
+        log.append(Tick(1.0))
+        log.append(Tick(2.0))
+        await until_written(log)
+        with psycopg.connect(server.address) as connection:
+            connection.execute("DELETE FROM ravnest_events WHERE hub = 'set back' AND number = 2")
+        server.kill()
+        server.start()
+        log.append(Tick(3.0))
+        with pytest.raises(
+            ConfigError, match=r"has 1 events, and had 2: .* start the hub again with --resume"
+        ):
+            await writing
+        assert [event.now for event in log.events()] == [1.0]
+
+    asyncio.run(main())
+
+
 def test_a_hub_that_goes_on_waits_for_a_server_that_starts_after_it(server: PostgresServer) -> None:
     fence = open_log(server, "start").fence
     server.kill()

@@ -271,6 +271,9 @@ class PostgresLog:
         last = await (await connection.execute(_LAST, facts)).fetchone()
         if last is None:
             await self._refuse_later(connection)
+        if last[0] < (before := self._unwritten.num_written):
+            problem = f"the log has {last[0]} events, and had {before}: was it set back to a copy of before?"
+            raise ConfigError(f"{self._address}: {problem} What was done since is not in it; {_AGAIN}")
         return int(last[0])
 
     async def _write_group(self, connection: psycopg.AsyncConnection) -> int:
