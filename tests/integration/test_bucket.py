@@ -178,6 +178,30 @@ def test_a_hub_that_is_fenced_off_while_it_tidies_removes_nothing(
     assert {name.partition("/")[0] for name in there.find("checkpoints")} == {"000001-1"}
 
 
+@pytest.mark.parametrize(
+    ("file", "sent"),
+    [
+        (
+            "model.safetensors",
+            {
+                *("model.safetensors", "config.json", "best/adapter_model.safetensors"),
+                *("best-00001-of-00002.safetensors", "best.safetensors.index.json", "ema.safetensors"),
+            },
+        ),
+        ("mine.safetensors", {"mine.safetensors", "mine-00001-of-00002.safetensors"}),
+    ],
+)
+def test_the_result_goes_to_the_bucket_and_nothing_else_that_lies_beside_it(
+    server: PostgresServer, bucket: str, tmp_path: Path, file: str, sent: set[str]
+) -> None:
+    foreign = {"other.safetensors", "cloud-config.json", "best/notes.txt", "hub.json"}
+    for name in sent | foreign:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    mirror_of(server, bucket, file).send_result(tmp_path / file)
+    assert set(Bucket(f"{bucket}/{file}", TIMEOUTS.store).find("result-000001")) == sent
+
+
 def test_what_a_bucket_refuses_is_a_sentence_without_a_key(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
