@@ -152,19 +152,21 @@ class SharedPlaces:
         blobs = str(BucketAddress.read(blobs)) if blobs else ""  # before hub.json has it
         return cls(PostgresAddress(store) if store else None, blobs)
 
-    def complete(self, hub: HubFile) -> tuple[Self, HubFile]:
-        """Return what counts, which is what hub.json says unless there is something else, and that file.
+    def complete(self, hub: HubFile) -> Self:
+        """Return what counts: what hub.json says, unless there is something else.
 
         The bucket goes with its log: who gives the log's address again, maybe with a password, means both.
         """
         if self.log is None:
-            known = self.read(hub.store, hub.blobs)
-        elif not self.blobs and str(self.log) == hub.store:
-            known = replace(self, blobs=self.read(hub.store, hub.blobs).blobs)
-        else:
-            known = self
-        store = "" if known.log is None else str(known.log)
-        return known, msgspec.structs.replace(hub, store=store, blobs=known.blobs)
+            return self.read(hub.store, hub.blobs)
+        if not self.blobs and str(self.log) == hub.store:
+            return replace(self, blobs=self.read(hub.store, hub.blobs).blobs)
+        return self
+
+    def remember_in(self, hub: HubFile) -> HubFile:
+        """Return a hub.json that says so, for stores that were found where they are to be."""
+        store = "" if self.log is None else str(self.log)
+        return msgspec.structs.replace(hub, store=store, blobs=self.blobs)
 
 
 def open_stores(

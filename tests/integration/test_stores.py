@@ -14,7 +14,9 @@ from typing import Self
 
 import psycopg
 import pytest
+import torch
 
+import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.config import TIMEOUTS, StoreTimeouts
 from ravnest.errors import ConfigError, FencedOff, StoreAway
@@ -343,6 +345,15 @@ def test_a_server_that_is_not_there_is_named_without_its_password(given: str) ->
 
 
 # Whole programs.
+
+
+def test_a_store_that_was_never_found_is_not_remembered(tmp_path: Path) -> None:
+    """Or a run in the folder could not be gone on with, nor be shown."""
+    job = rv.Job(torch.nn.Linear(2, 1), [], batch_size=4, loss=lambda out, y: out.mean())
+    with rv.Hub("127.0.0.1:0", folder=tmp_path, store="postgresql://ana@127.0.0.1:1/typo") as hub:
+        with pytest.raises(ConfigError, match="cannot be used"):
+            hub.fit(job)
+        assert read_hub_file(tmp_path).store == ""
 
 
 @dataclass(frozen=True)
