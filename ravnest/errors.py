@@ -67,6 +67,10 @@ class BucketError(RavnestError):
     exit_code = 3
 
 
+class BucketLacks(BucketError):  # noqa: N818 - what is so, not that it is an error
+    """A file is not in a bucket, or is not what it could be. What else the bucket has can be read."""
+
+
 class LinkError(RavnestError):
     """A neighbour cannot be reached or does not answer. Retried, then repaired."""
 

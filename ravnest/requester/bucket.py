@@ -16,7 +16,7 @@ from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
 from ravnest.config import StoreTimeouts
-from ravnest.errors import BucketError, ConfigError
+from ravnest.errors import BucketError, BucketLacks, ConfigError
 from ravnest.requester.bucket_address import BUCKET_FIX, BucketAddress
 from ravnest.units import show_bytes
 
@@ -84,7 +84,7 @@ class Bucket:
                 for piece in body.iter_chunks(_PIECE_BYTES):
                     most_bytes -= len(piece)
                     if most_bytes < 0:
-                        raise BucketError(f"{self}: {name} is {show_bytes(-most_bytes)} too large")
+                        raise BucketLacks(f"{self}: {name} is {show_bytes(-most_bytes)} too large")
                     yield piece
 
     def _key(self, name: str) -> str:
@@ -104,7 +104,8 @@ class Bucket:
         except ClientError as error:
             said = error.response.get("Error", {})
             what = f"{_plain(said.get('Code'))} ({_plain(said.get('Message'))})"
-            raise BucketError(f"{self}: {what}") from None
+            kind = BucketLacks if said.get("Code") == "NoSuchKey" else BucketError
+            raise kind(f"{self}: {what}") from None
         except (BotoCoreError, Boto3Error, ValueError) as error:
             raise BucketError(f"{self}: {_plain(error)}") from None
 

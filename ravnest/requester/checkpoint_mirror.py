@@ -16,7 +16,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from ravnest.disk import read_bytes
-from ravnest.errors import BucketError, ConfigError, RavnestError
+from ravnest.errors import BucketError, BucketLacks, ConfigError, RavnestError
 from ravnest.requester.bucket import Bucket
 from ravnest.requester.checkpoint_store import (
     CHECKPOINTS,
@@ -97,8 +97,16 @@ class CheckpointMirror:
         """Have a folder hold the newest sound checkpoint that counts, the best, and none that does not count.
 
         What does not count was written by a hub that had been fenced off; it is set aside. Those from before
-        the first that counts stay: they were written when the run had no bucket.
+        the first that counts stay: they were written when the run had no bucket. ConfigError: it is not known
+        what the bucket has, and to go on from less could lose all that was trained.
         """
+        try:
+            self._bring_back(folder, key)
+        except BucketError as error:
+            fix = "see that it can be read, and start the hub again with --resume"
+            raise ConfigError(f"checkpoints cannot be fetched: {error}; {fix}") from None
+
+    def _bring_back(self, folder: Path, key: bytes) -> None:
         known = {each.number: each for each in self._register.checkpoints()}
         here = _find_here(folder)
         for number in [each for each in here if known and each >= min(known)]:
@@ -134,7 +142,7 @@ class CheckpointMirror:
                 if _hash(content) != each.manifest:
                     raise ValueError(f"{MANIFEST} is not what was registered")
                 found[each.number] = parse_manifest(content, each.number, key)
-            except (BucketError, ValueError) as error:
+            except (BucketLacks, ValueError) as error:
                 logger.warning("checkpoint %06d in %s is passed over: %s", each.number, self._bucket, error)
         return found
 
@@ -153,7 +161,7 @@ class CheckpointMirror:
             for file, most_bytes in sizes.items():
                 self._bucket.fetch(f"{name}/{file}", unfinished / file, most_bytes)
             unfinished.replace(place)
-        except BucketError as error:
+        except BucketLacks as error:
             logger.warning("checkpoint %06d cannot be fetched: %s", number, error)
             return
         except OSError as error:

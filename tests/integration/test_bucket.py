@@ -95,6 +95,22 @@ def test_checkpoints_of_a_pc_that_count_stay_whatever_became_of_the_bucket(
     assert not (tmp_path / "earlier-1").exists()
 
 
+def test_a_run_does_not_go_on_from_less_because_the_bucket_is_away_for_a_moment(
+    server: PostgresServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path / "a", key=KEY, mirror=mirror_of(server, bucket, "away"))
+    kept.write(1, parts_of(1), books_of(1))
+    with monkeypatch.context() as changed:
+        changed.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        mirror = mirror_of(server, bucket, "away")
+        with pytest.raises(ConfigError, match=r"Could not connect .* start the hub again with --resume"):
+            mirror.bring_back(tmp_path / "b", KEY)
+        mirror.bring_back(tmp_path / "a", KEY)
+    check_content(kept.find(), 1)
+    mirror_of(server, bucket, "away").bring_back(tmp_path / "b", KEY)
+    check_content(Checkpoints(tmp_path / "b", key=KEY).find(), 1)
+
+
 def test_a_checkpoint_that_was_damaged_here_comes_from_the_bucket_again(
     server: PostgresServer, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
