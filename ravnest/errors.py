@@ -13,6 +13,10 @@ class ConfigError(RavnestError):
     exit_code = 3
 
 
+class StoreAway(ConfigError):  # noqa: N818 - what happened, not that it is an error
+    """A log's server does not answer now: nothing is known of the log. Who can wait for it tries again."""
+
+
 class PlanError(RavnestError):
     """No plan exists for these nodes and this model. The hub shows the reason, the cli exits with it."""
 
@@ -61,6 +65,10 @@ class BucketError(RavnestError):
     """A bucket cannot be read or written. Whoever asked it says what that means for the run."""
 
     exit_code = 3
+
+
+class BucketLacks(BucketError):  # noqa: N818 - what is so, not that it is an error
+    """A file is not in a bucket, or is not what it could be. What else the bucket has can be read."""
 
 
 class LinkError(RavnestError):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3  # type: ignore[import-untyped]
 from boto3.exceptions import Boto3Error  # type: ignore[import-untyped]
@@ -17,13 +16,10 @@ from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
 from ravnest.config import StoreTimeouts
-from ravnest.errors import BucketError, ConfigError
+from ravnest.errors import BucketError, BucketLacks, ConfigError
+from ravnest.requester.bucket_address import BUCKET_FIX, BucketAddress
 from ravnest.units import show_bytes
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_FIX = (
-    "write s3://BUCKET/PREFIX; keys come from AWS_ACCESS_KEY_ID or a profile, the server is AWS_ENDPOINT_URL"
-)
 _PIECE_BYTES = 1 << 20
 _MOST_DELETED = 1_000  # by one request
 
@@ -32,30 +28,23 @@ class Bucket:
     """The files below s3://BUCKET/PREFIX. Every method may be called from any thread."""
 
     def __init__(self, address: str, timeouts: StoreTimeouts) -> None:
-        parts = urlsplit(address)
-        is_plain = parts.scheme == "s3" and not (parts.query or parts.fragment)
-        if not is_plain or not _NAME.fullmatch(parts.netloc):  # keys have no place in it, and are not quoted
-            raise ConfigError(f"--blobs is no address of a bucket; {_FIX}")
-        self._name, self._prefix = parts.netloc, parts.path.strip("/")
-        self._shown = f"s3://{self._name}/{self._prefix}".rstrip("/")
+        self._address = BucketAddress.read(address)
+        self._name, self._prefix = self._address.bucket, self._address.prefix
         seconds = {"connect_timeout": timeouts.bucket_seconds, "read_timeout": timeouts.bucket_seconds}
         # Not every server knows the newer checksums, and all content has a hash of its own.
         sums = {"request_checksum_calculation": "when_required"}
         sums["response_checksum_validation"] = "when_required"
         options = Config(**seconds, **sums, retries={"mode": "standard", "total_max_attempts": 3})
-        with self._explained():
+        with self._unusable(), self._explained():
             self._client: Any = boto3.session.Session().client("s3", config=options)
 
     def __str__(self) -> str:
-        return self._shown
+        return str(self._address)
 
     def check(self) -> None:
         """Raise ConfigError if the bucket is not there, or not ours."""
-        try:
-            with self._explained():
-                self._client.head_bucket(Bucket=self._name)
-        except BucketError as error:
-            raise ConfigError(f"{error}; {_FIX}") from None
+        with self._unusable(), self._explained():
+            self._client.head_bucket(Bucket=self._name)
 
     def send(self, file: Path, name: str) -> None:
         """Put a file there; it appears whole or not at all."""
@@ -95,11 +84,18 @@ class Bucket:
                 for piece in body.iter_chunks(_PIECE_BYTES):
                     most_bytes -= len(piece)
                     if most_bytes < 0:
-                        raise BucketError(f"{self}: {name} is {show_bytes(-most_bytes)} too large")
+                        raise BucketLacks(f"{self}: {name} is {show_bytes(-most_bytes)} too large")
                     yield piece
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
+
+    @contextlib.contextmanager
+    def _unusable(self) -> Iterator[None]:
+        try:
+            yield
+        except BucketError as error:
+            raise ConfigError(f"{error}; {BUCKET_FIX}") from None
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -108,7 +104,8 @@ class Bucket:
         except ClientError as error:
             said = error.response.get("Error", {})
             what = f"{_plain(said.get('Code'))} ({_plain(said.get('Message'))})"
-            raise BucketError(f"{self}: {what}") from None
+            kind = BucketLacks if said.get("Code") == "NoSuchKey" else BucketError
+            raise kind(f"{self}: {what}") from None
         except (BotoCoreError, Boto3Error, ValueError) as error:
             raise BucketError(f"{self}: {_plain(error)}") from None
 
@@ -116,4 +113,5 @@ class Bucket:
 def _plain(said: object) -> str:
     """Return a server's words as one short line, with no key in them."""
     text = re.sub(r"\b[A-Z0-9]{16,}\b", "***", str(said))
+    text = re.sub(r"//[^/\s]*@", "//***@", text)  # of a server's address
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())[:200]

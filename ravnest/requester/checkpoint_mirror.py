@@ -9,13 +9,14 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
-from ravnest.errors import BucketError, ConfigError, RavnestError
+from ravnest.disk import read_bytes
+from ravnest.errors import BucketError, BucketLacks, ConfigError, RavnestError
 from ravnest.requester.bucket import Bucket
 from ravnest.requester.checkpoint_store import (
     CHECKPOINTS,
@@ -28,10 +29,12 @@ from ravnest.requester.checkpoint_store import (
     list_files,
     parse_manifest,
 )
-from ravnest.requester.run_folder import make_earlier
+from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, make_earlier
 
 logger = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
+_SUFFIX, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
 _FILE = re.compile(r"([0-9]{6,18})-([0-9]{1,18})/[^/]+")
 
 
@@ -68,6 +71,9 @@ class Register(Protocol):
     def checkpoints(self) -> Sequence[Registered]:
         """Return what is recorded, the oldest first."""
 
+    def earlier_checkpoints(self) -> Sequence[Registered]:
+        """Return what is recorded of trainings before this one, which stays."""
+
 
 class CheckpointMirror:
     """Keeps a bucket as the folder of a run is."""
@@ -90,49 +96,64 @@ class CheckpointMirror:
     def bring_back(self, folder: Path, key: bytes) -> None:
         """Have a folder hold the newest sound checkpoint that counts, the best, and none that does not count.
 
-        What does not count was written by a hub that had been fenced off; it is set aside.
+        What does not count was written by a hub that had been fenced off; it is set aside. Those from before
+        the first that counts stay: they were written when the run had no bucket. ConfigError: it is not known
+        what the bucket has, and to go on from less could lose all that was trained.
         """
-        if self._register.fence == 1:  # nobody has written to these stores; the run may have begun without
-            return
-        fences = {each.number: each.fence for each in self._register.checkpoints()}
-        found = self._read_manifests(key)
+        try:
+            self._bring_back(folder, key)
+        except BucketError as error:
+            fix = "see that it can be read, and start the hub again with --resume"
+            raise ConfigError(f"checkpoints cannot be fetched: {error}; {fix}") from None
+
+    def _bring_back(self, folder: Path, key: bytes) -> None:
+        known = {each.number: each for each in self._register.checkpoints()}
         here = _find_here(folder)
-        for number in [each for each, digest in here.items() if found.get(each, (None, ""))[1] != digest]:
-            (folder / CHECKPOINTS / f"{number:06d}").replace(make_earlier(folder) / f"{number:06d}")
-            logger.warning("checkpoint %06d of this PC does not count any more; it is set aside", number)
-        scores = sorted(
-            (each.score, -number) for number, (each, _) in found.items() if each.score is not None
-        )
+        for number in [each for each in here if known and each >= min(known)]:
+            if number not in known or here[number] != known[number].manifest:
+                _set_aside(folder, number, "does not count any more")
+                del here[number]
+        found = self._read_manifests(folder, here.keys(), known.values(), key)
+        scores = sorted((each.score, -number) for number, each in found.items() if each.score is not None)
         best = [-number for _, number in scores[:1]]
         for number in sorted(found, reverse=True):
-            if not self._fetch(folder, number, fences[number], found[number][0]):
-                continue
-            sound = Checkpoints(folder, key=key).find()
-            if sound is not None and sound.number == number:
+            if number in here:
+                if _is_sound(folder, number, key):
+                    break
+                _set_aside(folder, number, "is damaged")
+            self._fetch(folder, known[number], found[number])
+            if _is_sound(folder, number, key):
                 break
+            shutil.rmtree(folder / CHECKPOINTS / f"{number:06d}", ignore_errors=True)
         for number in best:
-            self._fetch(folder, number, fences[number], found[number][0])
+            self._fetch(folder, known[number], found[number])
 
-    def _read_manifests(self, key: bytes) -> dict[int, tuple[Manifest, str]]:
+    def _read_manifests(
+        self, folder: Path, here: Collection[int], known: Iterable[Registered], key: bytes
+    ) -> dict[int, Manifest]:
         found = {}
-        for each in self._register.checkpoints():
+        for each in known:
             try:
-                file = f"{_name(each.number, each.fence)}/{MANIFEST}"
-                content = self._bucket.read(file, MOST_MANIFEST_BYTES)
+                if each.number in here:
+                    content = _read_here(folder / CHECKPOINTS / f"{each.number:06d}")
+                else:
+                    file = f"{_name(each.number, each.fence)}/{MANIFEST}"
+                    content = self._bucket.read(file, MOST_MANIFEST_BYTES)
                 if _hash(content) != each.manifest:
                     raise ValueError(f"{MANIFEST} is not what was registered")
-                found[each.number] = parse_manifest(content, each.number, key), each.manifest
-            except (BucketError, ValueError) as error:
+                found[each.number] = parse_manifest(content, each.number, key)
+            except (BucketLacks, ValueError) as error:
                 logger.warning("checkpoint %06d in %s is passed over: %s", each.number, self._bucket, error)
         return found
 
-    def _fetch(self, folder: Path, number: int, fence: int, manifest: Manifest) -> bool:
-        """Fetch a checkpoint that is not here; return whether it is here now."""
+    def _fetch(self, folder: Path, known: Registered, manifest: Manifest) -> None:
+        """Fetch a checkpoint that is not here."""
+        number = known.number
         place = folder / CHECKPOINTS / f"{number:06d}"
         if place.exists():
-            return True
+            return
         unfinished = place.with_name(f".{place.name}.unfinished")
-        name = _name(number, fence)
+        name = _name(number, known.fence)
         sizes = {**dict(list_files(manifest)), MANIFEST: MOST_MANIFEST_BYTES, INDEX: MOST_MANIFEST_BYTES}
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -140,21 +161,21 @@ class CheckpointMirror:
             for file, most_bytes in sizes.items():
                 self._bucket.fetch(f"{name}/{file}", unfinished / file, most_bytes)
             unfinished.replace(place)
-        except BucketError as error:
+        except BucketLacks as error:
             logger.warning("checkpoint %06d cannot be fetched: %s", number, error)
-            return False
+            return
         except OSError as error:
             problem = f"checkpoint {number:06d} cannot be written to {folder}"
             fix = "make room, or give another folder"
             raise ConfigError(f"{problem}: {error.strerror or error}; {fix}") from None
         logger.info("checkpoint %06d was fetched from %s", number, self._bucket)
-        return True
 
     def _remove_old(self, kept: Collection[int]) -> None:
         known = self._register.checkpoints()
-        if old := [each.number for each in known if each.number not in kept]:
-            self._register.unregister(old)
-        names = {(each.number, each.fence) for each in known if each.number in kept}
+        stay = [*self._register.earlier_checkpoints(), *(each for each in known if each.number in kept)]
+        names = {(each.number, each.fence) for each in stay}
+        # Also when it is none: whoever was fenced off since does not know what counts, and removes nothing.
+        self._register.unregister([each.number for each in known if each.number not in kept])
         files = ((file, _FILE.fullmatch(file)) for file in self._bucket.find(CHECKPOINTS))
         facts = [(file, (int(match[1]), int(match[2]))) for file, match in files if match]
         gone = [
@@ -176,21 +197,50 @@ class CheckpointMirror:
 
 
 def _beside(file: Path) -> list[Path]:
-    """Return shards and index of the file, and what else a folder's result consists of."""
-    patterns = [f"{file.stem}-*-of-*.safetensors", f"{file.name}.index.json"]
-    if file.name == "model.safetensors":
-        patterns = ["*.safetensors", "*.safetensors.index.json", "*config.json", "best/*"]
+    """Return shards and index of the file, and what else a folder's result is; other files are not ours."""
+    is_folder = file.name == MODEL
+    names = (MODEL, BEST, EMA, ADAPTER, f"{BEST_ADAPTER}/{ADAPTER}") if is_folder else (file.name,)
+    patterns = [
+        each
+        for name in names
+        for each in (name, f"{name.removesuffix(_SUFFIX)}-*-of-*{_SUFFIX}", f"{name}.index.json")
+    ]
+    if is_folder:
+        patterns += [
+            "config.json",
+            "generation_config.json",
+            _ADAPTER_CONFIG,
+            f"{BEST_ADAPTER}/{_ADAPTER_CONFIG}",
+        ]
     return [each for pattern in patterns for each in sorted(file.parent.glob(pattern)) if each != file]
 
 
 def _find_here(folder: Path) -> dict[int, str]:
     """Return the checkpoints of a folder by number, each with the hash of its manifest."""
-    found = {}
-    for place in (folder / CHECKPOINTS).glob("[0-9]*"):
-        with contextlib.suppress(ValueError):
-            file = place / MANIFEST
-            found[int(place.name)] = _hash(file.read_bytes()) if file.is_file() else ""
-    return found
+    places = (folder / CHECKPOINTS).glob("[0-9]*")
+    return {int(place.name): _hash(_read_here(place)) for place in places if _NUMBER.fullmatch(place.name)}
+
+
+def _read_here(place: Path) -> bytes:
+    """Return what a checkpoint's manifest holds; nothing if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return read_bytes(place / MANIFEST, MOST_MANIFEST_BYTES)
+    return b""
+
+
+def _is_sound(folder: Path, number: int, key: bytes) -> bool:
+    found = Checkpoints(folder, key=key).find()
+    return found is not None and found.number == number
+
+
+def _set_aside(folder: Path, number: int, reason: str) -> None:
+    place = folder / CHECKPOINTS / f"{number:06d}"
+    try:
+        place.replace(make_earlier(folder) / place.name)
+    except OSError as error:
+        problem = f"checkpoint {number:06d} {reason}, but {place} cannot be moved"
+        raise ConfigError(f"{problem}: {error.strerror or error}; move it away") from None
+    logger.warning("checkpoint %06d of this PC %s; it is set aside", number, reason)
 
 
 def _name(number: int, fence: int) -> str:

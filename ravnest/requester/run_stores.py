@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from ravnest.config import TIMEOUTS, HubTimeouts, StoreTimeouts
-from ravnest.errors import BucketError, ConfigError
+from ravnest.errors import BucketError, ConfigError, StoreAway
 from ravnest.hub.coordinator.events import JobGiven
 from ravnest.hub.service.event_log import EventLog, EventStore, LogFolder, LogPlace, Show, read_watch
 from ravnest.hub.service.postgres_address import PostgresAddress
 from ravnest.hub.service.status import StatusTracker
+from ravnest.requester.bucket_address import BucketAddress
 from ravnest.requester.checkpoint_store import Checkpoints, open_checkpoints
 from ravnest.requester.result import Result, keep_weights
 from ravnest.requester.run_folder import HubFile, read_hub_file, set_aside
@@ -52,10 +53,12 @@ class RunStores:
         return partial(keep_weights, file=file, overwrite=overwrite)
 
     def find_past(self, job: JobGiven, timeouts: HubTimeouts) -> StatusTracker | None:
-        """Return the hub of the log if it was at this job."""
+        """Return the hub of the log if it was at this job; StoreAway: nobody knows."""
         place = self._place()
         try:
             past = None if place is None else read_watch(place, timeouts)
+        except StoreAway:  # or a new log would be begun because of a network that failed for a moment
+            raise
         except ConfigError as error:
             logger.info("the log is not gone on with: %s", error)
             return None
@@ -146,13 +149,24 @@ class SharedPlaces:
             raise ConfigError(
                 "--blobs needs --store, too: without a log that others share, two hubs could write at once"
             )
+        blobs = str(BucketAddress.read(blobs)) if blobs else ""  # before hub.json has it
         return cls(PostgresAddress(store) if store else None, blobs)
 
-    def complete(self, hub: HubFile) -> tuple[Self, HubFile]:
-        """Return what counts, which is what hub.json says unless there is something else, and that file."""
-        known = self if self.log is not None else self.read(hub.store, hub.blobs)
-        store = "" if known.log is None else str(known.log)
-        return known, msgspec.structs.replace(hub, store=store, blobs=known.blobs)
+    def complete(self, hub: HubFile) -> Self:
+        """Return what counts: what hub.json says, unless there is something else.
+
+        The bucket goes with its log: who gives the log's address again, maybe with a password, means both.
+        """
+        if self.log is None:
+            return self.read(hub.store, hub.blobs)
+        if not self.blobs and str(self.log) == hub.store:
+            return replace(self, blobs=self.read(hub.store, hub.blobs).blobs)
+        return self
+
+    def remember_in(self, hub: HubFile) -> HubFile:
+        """Return a hub.json that says so, for stores that were found where they are to be."""
+        store = "" if self.log is None else str(self.log)
+        return msgspec.structs.replace(hub, store=store, blobs=self.blobs)
 
 
 def open_stores(

@@ -213,7 +213,7 @@ class Hub:
         self._listen = claim_port(self._listen)
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
-        self._shared, found = self._shared.complete(found)
+        self._shared = self._shared.complete(found)
         self._file = msgspec.structs.replace(found, addresses=addresses)
         if self._folder is not None:
             self._opened.enter_context(self._log.writing(self._folder))
@@ -275,11 +275,12 @@ class Hub:
         nodes = len(self._peers.hardware) if nodes is None else nodes
         if isinstance(nodes, bool) or nodes < 0:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
-        self._note(job.name or "")
         kept_at = self._folder or (None if out is None else Path(out))
         key = b"" if self._folder is None else self._open_file.checkpoint_key
         places = (self._folder, self._open_file, self._shared, self._timeouts.store)
         stores = open_stores(*places, resumes=resume is not None)
+        self._file = self._shared.remember_in(self._open_file)  # now that they are there
+        self._note(job.name or "")
         with stores.open_checkpoints(kept_at, key) as keeper, job.reading():
             start = keeper.find() if resume else None
             for fault in keeper.faults:

@@ -1,61 +1,41 @@
 """A log in PostgreSQL and checkpoints in a bucket, both real servers: fences, outages, and hubs that move."""
 
 import asyncio
+import contextlib
 import json
-import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psycopg
 import pytest
+import torch
 
+import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.config import TIMEOUTS, StoreTimeouts
-from ravnest.errors import BucketError, ConfigError, FencedOff
+from ravnest.errors import ConfigError, FencedOff, StoreAway
 from ravnest.hub.coordinator.events import Tick
 from ravnest.hub.coordinator.notices import EpochDone, LogGoesOn, LogWaits
 from ravnest.hub.service.event_log import write_event
 from ravnest.hub.service.postgres_address import PostgresAddress
 from ravnest.hub.service.postgres_log import PostgresLog, PostgresPlace
 from ravnest.requester.bucket import Bucket
-from ravnest.requester.checkpoint_mirror import CheckpointMirror
-from ravnest.requester.checkpoint_store import CheckpointError, Checkpoints
 from ravnest.requester.run_folder import read_hub_file
+from ravnest.requester.run_stores import SharedStores
 from tests.support.faults import NUM_SAMPLES
 from tests.support.hub_program import Ended, Fault, HubProgram, kill_itself, stop_itself
-from tests.support.saved_run import books_of, check_content, parts_of
-from tests.support.store_servers import BUCKET, PostgresServer, bucket_server, kill_postgres, postgres
+from tests.support.hub_world import job
+from tests.support.store_servers import PostgresServer, kill_postgres
+from tests.support.stores_world import QUICK, open_log
 
 pytestmark = pytest.mark.needs_postgres
-QUICK = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1)
-KEY = b"k" * 32
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    before = dict(os.environ)
-    with bucket_server() as environment:
-        os.environ.update(environment)
-        yield f"s3://{BUCKET}"
-    os.environ.clear()
-    os.environ.update(before)
-
-
-def open_log(server: PostgresServer, hub: str, timeouts: StoreTimeouts = QUICK) -> PostgresLog:
-    log = PostgresLog(PostgresAddress(server.address), hub, timeouts)
-    log.open(takes_over=True)
-    return log
+_SOCKET = ".s.PGSQL.5432"
 
 
 async def until_written(log: PostgresLog) -> None:
@@ -200,6 +180,29 @@ def test_a_hub_waits_for_a_server_no_longer_than_it_may_and_says_what_to_do(serv
         server.start()
 
 
+def test_a_log_that_was_set_back_is_not_written_on(server: PostgresServer) -> None:
+    """A standby that lacked the last events, or a backup: what follows from them was done already."""
+
+    async def main() -> None:
+        log = open_log(server, "set back")
+        writing = asyncio.create_task(log.write(lambda _: None))
+        log.append(Tick(1.0))
+        log.append(Tick(2.0))
+        await until_written(log)
+        with psycopg.connect(server.address) as connection:
+            connection.execute("DELETE FROM ravnest_events WHERE hub = 'set back' AND number = 2")
+        server.kill()
+        server.start()
+        log.append(Tick(3.0))
+        with pytest.raises(
+            ConfigError, match=r"has 1 events, and had 2: .* start the hub again with --resume"
+        ):
+            await writing
+        assert [event.now for event in log.events()] == [1.0]
+
+    asyncio.run(main())
+
+
 def test_a_hub_that_goes_on_waits_for_a_server_that_starts_after_it(server: PostgresServer) -> None:
     fence = open_log(server, "start").fence
     server.kill()
@@ -240,6 +243,98 @@ def test_a_run_is_not_begun_beside_a_hub_at_work_and_an_older_one_is_kept(server
     asyncio.run(main())
 
 
+class StandsBetween:
+    """Passes on what a hub and PostgreSQL say; after these words of the hub, only the answers."""
+
+    def __init__(self, server: PostgresServer, folder: Path, until: bytes) -> None:
+        self.address = f"postgresql://ravnest@/postgres?host={folder}"
+        self.has_stopped = asyncio.Event()
+        self._there, self._here = server.folder / _SOCKET, folder / _SOCKET
+        self._until = until
+        self._passing: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._listening = await asyncio.start_unix_server(self._meet, self._here)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listening.close()
+        for each in self._passing:
+            each.cancel()
+        await asyncio.wait(self._passing)
+
+    async def _meet(self, hub: asyncio.StreamReader, to_hub: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_unix_connection(self._there)
+        stops = asyncio.Event()
+        ways = [self._pass_on(hub, to_server, stops, self._until), self._pass_on(server, to_hub, stops)]
+        self._passing += [asyncio.create_task(each) for each in ways]
+
+    async def _pass_on(
+        self, one: asyncio.StreamReader, other: asyncio.StreamWriter, stops: asyncio.Event, until: bytes = b""
+    ) -> None:
+        with contextlib.closing(other):
+            while piece := await one.read(1 << 16):
+                other.write(piece)
+                if until and until in piece:
+                    stops.set()
+                    await asyncio.get_running_loop().create_future()
+                if stops.is_set():
+                    self.has_stopped.set()  # the server has answered those words
+
+
+def test_a_hub_that_stands_still_while_it_looks_at_its_log_keeps_no_other_out(
+    server: PostgresServer,
+) -> None:
+    """A PC that sleeps, or a network that fails, right after the hub has come back to its server."""
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as folder:  # names of sockets are short
+            async with StandsBetween(server, Path(folder), b"FOR UPDATE") as between:
+                log = PostgresLog(PostgresAddress(between.address), "stands", QUICK)
+                await asyncio.to_thread(log.open, takes_over=True)
+                writing = asyncio.create_task(log.write(lambda _: None))
+                await between.has_stopped.wait()
+                quick = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1, answer_seconds=2.0)
+                other = await asyncio.to_thread(open_log, server, "stands", quick)
+                assert other.fence == log.fence + 1
+                writing.cancel()
+                await asyncio.wait([writing])
+
+    asyncio.run(main())
+
+
+def test_a_lock_that_stays_is_no_wait_without_end(server: PostgresServer) -> None:
+    quick = StoreTimeouts(pause_seconds=0.05, start_seconds=0.1, patience_seconds=0.1, answer_seconds=0.5)
+    log = open_log(server, "locked", quick)
+    with psycopg.connect(server.address) as other:
+        other.execute("LOCK ravnest_hubs IN ACCESS EXCLUSIVE MODE")
+        for ask in (log.check, lambda: log.register(1, "ab"), lambda: open_log(server, "locked", quick)):
+            with pytest.raises(StoreAway, match="statement timeout; start PostgreSQL, or see what it says"):
+                ask()
+    log.check()
+
+
+def test_a_result_waits_for_a_server_that_is_away(server: PostgresServer) -> None:
+    log = open_log(server, "result")
+    server.kill()
+    with ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(log.check)
+        server.start()
+        asking.result()
+
+
+def test_a_log_that_cannot_be_read_now_is_not_begun_anew(server: PostgresServer, tmp_path: Path) -> None:
+    log, place = open_log(server, "away"), PostgresPlace(PostgresAddress(server.address), "away", QUICK)
+    stores = SharedStores(tmp_path, log, place, None, resumes=True)
+    assert stores.find_past(job(), TIMEOUTS.hub) is None, "it has no event"
+    server.kill()
+    try:
+        with pytest.raises(StoreAway, match="start PostgreSQL"):
+            stores.find_past(job(), TIMEOUTS.hub)
+    finally:
+        server.start()
+
+
 @pytest.mark.parametrize(
     "given", ["postgresql://ana:s3cret@127.0.0.1:1/runs", "postgresql://ana:s3cret@/x?host=/no"]
 )
@@ -249,82 +344,16 @@ def test_a_server_that_is_not_there_is_named_without_its_password(given: str) ->
     assert "s3cret" not in str(refused.value)
 
 
-# Checkpoints.
-
-
-def test_checkpoints_come_back_from_the_bucket_but_none_of_a_hub_that_was_fenced_off(
-    server: PostgresServer, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = Bucket(f"{bucket}/moved", TIMEOUTS.store)
-
-    def mirrored(folder: str, log: PostgresLog) -> Checkpoints:
-        mirror = CheckpointMirror(there, log)
-        mirror.bring_back(tmp_path / folder, KEY)
-        return Checkpoints(tmp_path / folder, 2, key=KEY, mirror=mirror)
-
-    log = open_log(server, "moved")
-    first = mirrored("a", log)
-    for number, score in ((1, 0.1), (2, 0.5), (3, 0.4)):
-        first.write(number, parts_of(number), books_of(number), score)
-    first.write(4, parts_of(4), books_of(4))
-    names = {name.partition("/")[0] for name in there.find("checkpoints")}
-    assert names == {"000001-1", "000003-1", "000004-1"}, "the best and the newest two"
-
-    second = mirrored("b", open_log(server, "moved"))
-    check_content(second.find(), 4)
-    check_content(second.find_best(), 1)
-    assert sorted(each.name for each in (tmp_path / "b/checkpoints").iterdir()) == ["000001", "000004"]
-
-    with pytest.raises(
-        CheckpointError, match=r"is on this PC, but not in s3://.*: another hub has taken this run over"
-    ):
-        first.write(5, parts_of(5), books_of(5))
-    with pytest.raises(FencedOff):
-        CheckpointMirror(there, log).send_result(tmp_path / "model.safetensors")
-    second.write(5, parts_of(5), books_of(5), 0.9)
-
-    third = mirrored("a", open_log(server, "moved"))
-    assert "checkpoint 000005 of this PC does not count any more; it is set aside" in caplog.text
-    check_content(third.find(), 5)
-    third.write(6, parts_of(6), books_of(6))
-    names = {name.partition("/")[0] for name in there.find("checkpoints")}
-    assert names == {"000001-1", "000005-2", "000006-3"}, "what does not count is removed"
-
-
-def test_what_was_changed_in_a_bucket_is_passed_over(
-    server: PostgresServer, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    there = Bucket(f"{bucket}/changed", TIMEOUTS.store)
-    kept = Checkpoints(tmp_path / "a", key=KEY, mirror=CheckpointMirror(there, open_log(server, "changed")))
-    for number in (1, 2, 3):
-        kept.write(number, parts_of(number), books_of(number))
-    other = tmp_path / "other"
-    other.write_bytes((tmp_path / "a/checkpoints/000001/part-0.safetensors").read_bytes())
-    there.send(other, "checkpoints/000003-1/part-0.safetensors")
-    # Of another run with this key: signed, whole, of the same number, but not what was registered.
-    Checkpoints(tmp_path / "c", key=KEY).write(2, parts_of(2), books_of(2), 0.7)
-    there.send(tmp_path / "c/checkpoints/000002/manifest.json", "checkpoints/000002-1/manifest.json")
-    CheckpointMirror(there, open_log(server, "changed")).bring_back(tmp_path / "b", KEY)
-    check_content(Checkpoints(tmp_path / "b", key=KEY).find(), 1)
-    assert "checkpoint 000002 in s3://runs/changed is passed over" in caplog.text
-
-
-def test_what_a_bucket_refuses_is_a_sentence_without_a_key(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="s3://nowhere/x: 404"):
-        Bucket("s3://nowhere/x", TIMEOUTS.store).check()
-    here = Bucket(f"{bucket}/large", TIMEOUTS.store)
-    here.send(Path(__file__), "file")
-    with pytest.raises(BucketError, match=r"is .* too large"):
-        here.read("file", 10)
-    for wrong in ("s3://AKIAKEY:s3cret@runs/x", "https://runs", "s3://"):
-        with pytest.raises(ConfigError, match="write s3://BUCKET/PREFIX") as refused:
-            Bucket(wrong, TIMEOUTS.store)
-        assert "s3cret" not in str(refused.value)
-
-
 # Whole programs.
+
+
+def test_a_store_that_was_never_found_is_not_remembered(tmp_path: Path) -> None:
+    """Or a run in the folder could not be gone on with, nor be shown."""
+    job = rv.Job(torch.nn.Linear(2, 1), [], batch_size=4, loss=lambda out, y: out.mean())
+    with rv.Hub("127.0.0.1:0", folder=tmp_path, store="postgresql://ana@127.0.0.1:1/typo") as hub:
+        with pytest.raises(ConfigError, match="cannot be used"):
+            hub.fit(job)
+        assert read_hub_file(tmp_path).store == ""
 
 
 @dataclass(frozen=True)

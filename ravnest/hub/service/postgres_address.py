@@ -5,19 +5,20 @@ What is left out comes from libpq's usual places: PGPASSWORD, ~/.pgpass, PGSSLMO
 
 import re
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from ravnest.config import StoreTimeouts
 from ravnest.errors import ConfigError
 
 SCHEMES = ("postgresql", "postgres")
 _HOSTS = re.compile(r"[^@/?#]*")
-_SECRETS = ("password", "sslpassword")
+_SECRETS = ("password", "sslpassword", "scram_client_key", "scram_server_key", "oauth_client_secret")
 _FIX = (
     "write postgresql://USER@HOST:PORT/DATABASE, with signs like @ / # in a password as %40 %2F %23, or put "
     "the password into ~/.pgpass or PGPASSWORD"
 )
 _MOST_SHOWN = 300
+_MOST_LETTERS = 2_000  # more do not fit in hub.json
 
 
 class PostgresAddress:
@@ -26,22 +27,25 @@ class PostgresAddress:
     def __init__(self, text: str) -> None:
         try:
             parts = urlsplit(text)
-            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         except ValueError:
             raise ConfigError(f"--store is no address of PostgreSQL; {_FIX}") from None
         user, at, hosts = parts.netloc.rpartition("@")
-        is_plain = parts.scheme in SCHEMES and "@" not in user + parts.path and not parts.fragment
+        pairs = [piece.partition("=") for piece in parts.query.split("&") if piece]
+        is_plain = text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)) and text.isprintable()
+        is_plain &= "@" not in user + parts.path + parts.query and not parts.fragment
+        is_plain &= all(equals for _, equals, _ in pairs) and len(text) <= _MOST_LETTERS
         ports = [host.rpartition(":")[2] for host in hosts.split(",") if re.search(r":[^\]]*$", host)]
         if not is_plain or not _HOSTS.fullmatch(hosts) or not all(port.isdecimal() for port in ports):
             raise ConfigError(f"--store is no address of PostgreSQL; {_FIX}")
         name, _, password = user.partition(":")
         self._text = text
-        given = [password, *(value for key, value in pairs if key in _SECRETS)]
+        given = [password, *(value for key, _, value in pairs if unquote(key) in _SECRETS)]
         self._secrets = sorted(
             {x for each in given for x in (each, unquote(each)) if x}, key=len, reverse=True
         )
-        query = urlencode([(key, value) for key, value in pairs if key not in _SECRETS], safe="/:")
-        self._shown = urlunsplit((parts.scheme, f"{name}{at}{hosts}", parts.path, query, ""))
+        # All but the passwords stays as it was written: libpq reads it again when it is remembered.
+        query = "&".join("".join(pair) for pair in pairs if unquote(pair[0]) not in _SECRETS)
+        self._shown = f"{parts.scheme}://{name}{at}{hosts}{parts.path}{f'?{query}' if query else ''}"
 
     def __str__(self) -> str:
         return self._shown

@@ -15,13 +15,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import LiteralString, NoReturn
 
 import psycopg
 from psycopg import errors
 
 from ravnest.config import StoreTimeouts
-from ravnest.errors import ConfigError, FencedOff
+from ravnest.errors import ConfigError, FencedOff, StoreAway
 from ravnest.hub.coordinator.events import Event
 from ravnest.hub.coordinator.notices import LogGoesOn, LogWaits
 from ravnest.hub.service.event_log import LOG_SCHEMA, MOST_EVENT_BYTES, read_row, write_event
@@ -75,17 +75,38 @@ INSERT INTO ravnest_events (hub, run, number, fence, kind, body)
 SELECT %(hub)s, holder.run, row.number, %(fence)s, row.kind, row.body FROM holder,
 unnest(%(numbers)s::bigint[], %(kinds)s::text[], %(bodies)s::bytea[]) AS row(number, kind, body)
 """
+_BEGIN = """
+WITH holder AS (
+    UPDATE ravnest_hubs SET run = run + 1, schema = %(schema)s WHERE hub = %(hub)s AND fence = %(fence)s
+    RETURNING run
+), moved AS (
+    UPDATE ravnest_checkpoints AS kept SET run = holder.run FROM holder
+    WHERE %(with_checkpoints)s AND kept.hub = %(hub)s AND kept.run = %(run)s
+)
+SELECT run FROM holder
+"""
+# A number may be there: of a checkpoint that came back damaged from the bucket, and is written anew.
 _REGISTER = """
 WITH holder AS (SELECT run FROM ravnest_hubs WHERE hub = %(hub)s AND fence = %(fence)s FOR SHARE)
 INSERT INTO ravnest_checkpoints (hub, run, number, fence, manifest)
 SELECT %(hub)s, holder.run, %(number)s, %(fence)s, %(manifest)s FROM holder
+ON CONFLICT (hub, run, number) DO UPDATE SET fence = excluded.fence, manifest = excluded.manifest
 """
 _DROP = """
-DELETE FROM ravnest_checkpoints WHERE hub = %(hub)s AND run = %(run)s AND number = ANY(%(numbers)s)
+WITH holder AS (SELECT run FROM ravnest_hubs WHERE hub = %(hub)s AND fence = %(fence)s FOR SHARE),
+gone AS (
+    DELETE FROM ravnest_checkpoints AS kept USING holder
+    WHERE kept.hub = %(hub)s AND kept.run = holder.run AND kept.number = ANY(%(numbers)s::bigint[])
+)
+SELECT run FROM holder
 """
-# The lock waits for what an earlier connection of this hub still writes.
+# The lock waits for what an earlier connection of this hub still writes; the next statement sees it.
 _LOOK = "SELECT run FROM ravnest_hubs WHERE hub = %(hub)s AND fence = %(fence)s FOR UPDATE"
-_LAST = "SELECT coalesce(max(number), 0) FROM ravnest_events WHERE hub = %s AND run = %s"
+_LAST = """
+SELECT (SELECT coalesce(max(number), 0) FROM ravnest_events AS event
+        WHERE event.hub = known.hub AND event.run = known.run)
+FROM ravnest_hubs AS known WHERE hub = %(hub)s AND fence = %(fence)s
+"""
 _READ = """
 SELECT number, kind, CASE WHEN octet_length(body) <= %s THEN body ELSE ''::bytea END
 FROM ravnest_events WHERE hub = %s AND run = %s AND number > %s ORDER BY number
@@ -153,35 +174,28 @@ class PostgresLog:
         """
         with _explained(self._address), self._connected_soon(takes_over) as connection:
             if connection.execute("SELECT to_regclass('ravnest_checkpoints')").fetchone() == (None,):
-                with connection.transaction():
-                    connection.execute(_MAKE_TABLES)
+                connection.execute(_MAKE_TABLES)  # all or nothing: without values it is one message
             if not takes_over:
                 self._refuse_if_held(connection)
             else:  # before its hub is fenced off by one that cannot read it
                 _find_run(connection, self._address, self._hub)
             facts = {"hub": self._hub, "schema": LOG_SCHEMA, "holder": _name_holder()}
-            with connection.transaction():
-                found = connection.execute(_TAKE_OVER, facts).fetchone()
+            found = connection.execute(_TAKE_OVER, facts).fetchone()
             assert found is not None
             self.fence, self._run = found
-            self._unwritten = Unwritten(self._count(connection))
+            last = connection.execute(_LAST, {"hub": self._hub, "fence": self.fence}).fetchone()
+            if last is None:
+                self._refuse(connection)
+            self._unwritten = Unwritten(int(last[0]))
 
     def begin(self, *, with_checkpoints: bool) -> None:
         """Begin an empty log; the one before is kept under its number. Checkpoints may stay in use."""
-        facts = {"hub": self._hub, "fence": self.fence, "schema": LOG_SCHEMA}
-        with _explained(self._address), self._connected() as connection, connection.transaction():
-            found = connection.execute(
-                "UPDATE ravnest_hubs SET run = run + 1, schema = %(schema)s "
-                "WHERE hub = %(hub)s AND fence = %(fence)s RETURNING run",
-                facts,
-            ).fetchone()
+        facts = {"hub": self._hub, "fence": self.fence, "run": self._run, "schema": LOG_SCHEMA}
+        facts["with_checkpoints"] = with_checkpoints
+        with _explained(self._address), self._connected() as connection:
+            found = connection.execute(_BEGIN, facts).fetchone()
             if found is None:
                 self._refuse(connection)
-            if with_checkpoints:
-                connection.execute(
-                    "UPDATE ravnest_checkpoints SET run = %s WHERE hub = %s AND run = %s",
-                    (found[0], self._hub, self._run),
-                )
             self._run = found[0]
         self._unwritten = Unwritten()
 
@@ -251,12 +265,15 @@ class PostgresLog:
             await connection.close()
 
     async def _look(self, connection: psycopg.AsyncConnection) -> int:
-        async with connection.transaction():
-            facts = {"hub": self._hub, "fence": self.fence}
-            if await (await connection.execute(_LOOK, facts)).fetchone() is None:
-                await self._refuse_later(connection)
-            last = await (await connection.execute(_LAST, (self._hub, self._run))).fetchone()
-        assert last is not None
+        """Return the number of the last event; no lock stays if this hub stands still in between."""
+        facts = {"hub": self._hub, "fence": self.fence}
+        await connection.execute(_LOOK, facts)
+        last = await (await connection.execute(_LAST, facts)).fetchone()
+        if last is None:
+            await self._refuse_later(connection)
+        if last[0] < (before := self._unwritten.num_written):
+            problem = f"the log has {last[0]} events, and had {before}: was it set back to a copy of before?"
+            raise ConfigError(f"{self._address}: {problem} What was done since is not in it; {_AGAIN}")
         return int(last[0])
 
     async def _write_group(self, connection: psycopg.AsyncConnection) -> int:
@@ -284,7 +301,21 @@ class PostgresLog:
         """Nothing is open beside `write`."""
 
     def check(self) -> None:
-        """Raise FencedOff if another hub has taken the run over. Any thread may call it."""
+        """Raise FencedOff if another hub has taken the run over. Any thread may call it.
+
+        A server that is away is waited for as long as `write` waits, then StoreAway says so.
+        """
+        num_tries = math.ceil(self._timeouts.patience_seconds / self._timeouts.pause_seconds)
+        for number in range(num_tries):
+            try:
+                return self._check()
+            except StoreAway as error:
+                if not number:
+                    logger.warning("it is not known who holds the run: %s; trying again", error)
+                threading.Event().wait(self._timeouts.pause_seconds)
+        return self._check()
+
+    def _check(self) -> None:
         with _explained(self._address), self._connected() as connection:
             held = "SELECT 1 FROM ravnest_hubs WHERE hub = %s AND fence = %s"
             if connection.execute(held, (self._hub, self.fence)).fetchone() is None:
@@ -299,26 +330,28 @@ class PostgresLog:
 
     def unregister(self, numbers: list[int]) -> None:
         """Forget checkpoints that are about to be removed. Any thread may call it."""
-        facts = {"hub": self._hub, "fence": self.fence, "run": self._run, "numbers": numbers}
-        with _explained(self._address), self._connected() as connection, connection.transaction():
-            if connection.execute(_LOOK, facts).fetchone() is None:
+        facts = {"hub": self._hub, "fence": self.fence, "numbers": numbers}
+        with _explained(self._address), self._connected() as connection:
+            if connection.execute(_DROP, facts).fetchone() is None:
                 self._refuse(connection)
-            connection.execute(_DROP, facts)
 
     def checkpoints(self) -> list[RegisteredCheckpoint]:
         """Return the checkpoints of this run, the oldest first. Any thread may call it."""
-        chosen = (
-            "SELECT number, fence, manifest FROM ravnest_checkpoints WHERE hub = %s AND run = %s "
-            "ORDER BY number"
-        )
+        return self._find_checkpoints("run = %s")
+
+    def earlier_checkpoints(self) -> list[RegisteredCheckpoint]:
+        """Return those of the runs before, which were kept. Any thread may call it."""
+        return self._find_checkpoints("run < %s")
+
+    def _find_checkpoints(self, which: LiteralString) -> list[RegisteredCheckpoint]:
+        chosen = "SELECT number, fence, manifest FROM ravnest_checkpoints WHERE hub = %s AND "
         with _explained(self._address), self._connected() as connection:
-            found = connection.execute(chosen, (self._hub, self._run)).fetchall()
+            found = connection.execute(chosen + which + " ORDER BY number", (self._hub, self._run)).fetchall()
         return [RegisteredCheckpoint(*each) for each in found]
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection]:
         with _dial(self._address, self._timeouts, "ravnest helper") as connection:
-            connection.autocommit = True
             yield connection
 
     @contextlib.contextmanager
@@ -339,11 +372,6 @@ class PostgresLog:
                 threading.Event().wait(self._timeouts.pause_seconds)
         with self._connected() as connection:
             yield connection
-
-    def _count(self, connection: psycopg.Connection) -> int:
-        found = connection.execute(_LAST, (self._hub, self._run)).fetchone()
-        assert found is not None
-        return int(found[0])
 
     def _refuse_if_held(self, connection: psycopg.Connection) -> None:
         """Refuse to begin beside a hub of this key that is connected."""
@@ -399,8 +427,15 @@ def _read(
             yield read_row(number, kind, body, address)
 
 
-def _dial(address: PostgresAddress, timeouts: StoreTimeouts, application: str) -> psycopg.Connection:
-    return psycopg.connect(**address.options(timeouts, application))
+@contextlib.contextmanager
+def _dial(
+    address: PostgresAddress, timeouts: StoreTimeouts, application: str
+) -> Iterator[psycopg.Connection]:
+    """Connect; no statement waits longer for a lock or for an answer than one of the log may."""
+    with psycopg.connect(**address.options(timeouts, application), autocommit=True) as connection:
+        milliseconds = str(round(1000 * timeouts.answer_seconds))
+        connection.execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds,))
+        yield connection
 
 
 async def _pause(seconds: float) -> None:
@@ -433,7 +468,7 @@ def _explained(address: PostgresAddress) -> Iterator[None]:
         yield
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         reason = address.redact(str(error))
-        raise ConfigError(
+        raise StoreAway(
             f"{address} cannot be used: {reason}; start PostgreSQL, or see what it says"
         ) from None
     except errors.InsufficientPrivilege as error:

@@ -16,10 +16,12 @@ from typing import Any
 from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
 from ravnest.errors import (
     ConfigError,
+    FencedOff,
     GuardError,
     LinkError,
     ProtocolError,
     RavnestError,
+    StoreAway,
     WireVersionError,
 )
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -506,6 +508,8 @@ class Server:
     async def _try(self, work: Awaitable[None]) -> None:
         try:
             await work
+        except (FencedOff, StoreAway) as error:  # peers stay for the hub that goes on
+            self._end_without_log(error)
         except RavnestError as error:
             self.fail(error)
 

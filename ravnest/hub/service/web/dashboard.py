@@ -16,7 +16,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts, Timeouts
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, StoreAway
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
@@ -181,17 +181,18 @@ class LogFollower:
         self._begin()
 
     def _begin(self) -> None:
+        recorder = RunRecorder(self._num_runs + 1)
+        self._replay = LogReplay(self._where, self._timeouts.hub, recorder.replay)
+        self._recorder, self._cutter = recorder, UpdateCutter(recorder)
         self._num_runs += 1
         self._fault = ""
-        self._recorder = RunRecorder(self._num_runs)
-        self._cutter = UpdateCutter(self._recorder)
-        self._replay = LogReplay(self._where, self._timeouts.hub, self._recorder.replay)
         self._was_running: bool | None = None
 
     def read(self, always: bool) -> UpdateDocument | None:
         """Read what is new in the log; return None if that is nothing, unless an answer is needed always."""
-        if self._replay.is_replaced:
-            self._begin()
+        with contextlib.suppress(StoreAway):  # until it is back, what was read of it stays
+            if self._replay.is_replaced:
+                self._begin()
         is_running = self._is_at_work()
         is_changed = self._read_on() or is_running != self._was_running
         self._was_running = is_running
@@ -212,6 +213,8 @@ class LogFollower:
             return False
         try:
             return self._replay.read_on() > 0
+        except StoreAway:
+            return False
         except ConfigError as error:
             self._fault = str(error)
         try:

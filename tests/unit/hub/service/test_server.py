@@ -9,11 +9,11 @@ from support.hub_world import job
 from support.memory_store import MemoryStore
 from support.plan_world import node
 
-from ravnest.errors import ConfigError, FencedOff, LinkError, RavnestError
+from ravnest.errors import ConfigError, FencedOff, LinkError, RavnestError, StoreAway
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Event, JobGiven, PeerJoined, TextsSampled, Tick
+from ravnest.hub.coordinator.events import Event, JobGiven, PeerJoined, PlanMade, TextsSampled, Tick
 from ravnest.hub.coordinator.notices import LogGoesOn, LogWaits, SampledText
-from ravnest.hub.service.server import Server
+from ravnest.hub.service.server import HubParts, Server
 from ravnest.hub.service.unwritten import Unwritten
 from ravnest.net.identity import KeyPair, Token, greet, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
@@ -72,27 +72,30 @@ def test_nothing_is_kept_of_who_was_let_in_and_left_without_joining() -> None:
     run_virtual(main())
 
 
+async def greet_hub(visitor: MemoryTransport, keys: KeyPair, guest: KeyPair, token: Token) -> None:
+    visitor.allow([keys.public])
+    visitor.dial(keys.peer, ["hub"], greet(token, guest.public))
+    await say_hello(visitor, keys)
+
+
+async def say_hello(visitor: MemoryTransport, keys: KeyPair) -> None:
+    hello = messages.pack(Hello(PROTOCOL_VERSION, node("n", 150.0)))
+    await visitor.send(keys.peer, Service.CONTROL, hello)
+    while not isinstance(await next_message(visitor), Welcome):
+        pass
+
+
+async def next_message(visitor: MemoryTransport) -> object:
+    while not isinstance(event := await visitor.receive(), Delivery):
+        pass
+    return messages.unpack(event.header, event.buffers)
+
+
 def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_nothing() -> None:
     async def main() -> None:
         keys, given, network = new_keys(), job(settle_seconds=100.0), MemoryNetwork()
         token = Token((), keys.public, b"s" * 16)
         server = Server(token, bool, hub=Coordinator(given))
-
-        async def greet_hub(visitor: MemoryTransport, guest: KeyPair) -> None:
-            visitor.allow([keys.public])
-            visitor.dial(keys.peer, ["hub"], greet(token, guest.public))
-            await say_hello(visitor)
-
-        async def say_hello(visitor: MemoryTransport) -> None:
-            hello = messages.pack(Hello(PROTOCOL_VERSION, node("n", 150.0)))
-            await visitor.send(keys.peer, Service.CONTROL, hello)
-            while not isinstance(await next_message(visitor), Welcome):
-                pass
-
-        async def next_message(visitor: MemoryTransport) -> object:
-            while not isinstance(event := await visitor.receive(), Delivery):
-                pass
-            return messages.unpack(event.header, event.buffers)
 
         async with MemoryTransport(network, keys, Random(1), "hub", admit=server.admit) as transport:
             running = asyncio.create_task(server.run(transport, None, given))
@@ -101,8 +104,8 @@ def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_noth
                 MemoryTransport(network, one, Random(2)) as first,
                 MemoryTransport(network, other, Random(3)) as second,
             ):
-                await greet_hub(first, one)
-                await greet_hub(second, other)
+                await greet_hub(first, keys, one, token)
+                await greet_hub(second, keys, other, token)
                 server.fail(RavnestError("enough"))
                 while not isinstance(await next_message(first), Stop):
                     pass
@@ -110,7 +113,7 @@ def test_a_peer_that_is_cut_off_while_the_hub_parts_may_come_again_and_ends_noth
                 while not isinstance(event := await first.receive(), LinkUp):
                     pass
                 assert event.is_new
-                await say_hello(first)
+                await say_hello(first, keys)
             with pytest.raises(RavnestError, match="enough"):
                 await running
 
@@ -174,3 +177,39 @@ def test_nobody_hears_of_an_event_before_it_is_written_and_no_time_passes_while_
 
     run_virtual(main())
     assert FencedOff.exit_code == 9
+
+
+@pytest.mark.parametrize("kind", [FencedOff, StoreAway])
+def test_a_hub_that_may_not_write_any_more_sends_no_peer_away(kind: type[RavnestError]) -> None:
+    """Its peers are those of the hub that goes on: they have to look for it, not to leave."""
+
+    class Refused:
+        def make_plan(self, *_: object) -> PlanMade:
+            raise kind("another hub has taken this run over, or nobody knows")
+
+    async def in_loop(function: Callable[..., object], *given: object) -> object:
+        return function(*given)
+
+    async def main() -> None:
+        keys, given, network = new_keys(), job(settle_seconds=5.0), MemoryNetwork()
+        token = Token((), keys.public, b"s" * 16)
+        hub, parts = Coordinator(given), HubParts(planner=Refused())
+        server = Server(token, bool, in_loop, hub=hub, parts=parts)
+        async with MemoryTransport(network, keys, Random(1), "hub", admit=server.admit) as transport:
+            running = asyncio.create_task(server.run(transport, None, given))
+            guest, heard = new_keys(), []
+            async with MemoryTransport(network, guest, Random(2)) as visitor:
+                await greet_hub(visitor, keys, guest, token)
+
+                async def listen() -> None:
+                    while True:
+                        heard.append(await next_message(visitor))
+
+                hearing = asyncio.create_task(listen())
+                with pytest.raises(kind):
+                    await running
+                await asyncio.wait([hearing], timeout=60.0)
+                hearing.cancel()
+            assert not [each for each in heard if isinstance(each, Stop)]
+
+    run_virtual(main())

@@ -12,7 +12,7 @@ from support.saved_run import write_beside
 from support.watched_world import AT_WORK, WatchedWorld
 
 from ravnest.config import TIMEOUTS
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, StoreAway
 from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -28,7 +28,7 @@ from ravnest.hub.coordinator.notices import (
     WorkUndone,
 )
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
-from ravnest.hub.service.event_log import EventLog
+from ravnest.hub.service.event_log import EventLog, LogFolder
 from ravnest.hub.service.web.dashboard import LogFollower
 from ravnest.hub.service.web.recorder import NewsList, RunRecorder
 from ravnest.hub.service.web.run_metrics import write_metrics
@@ -262,6 +262,38 @@ def test_a_log_that_grows_is_read_on_and_a_damaged_one_is_told(tmp_path):
         third = follower.read(False)
     assert third.news[-1].kind == "Damaged"
     assert "damaged" in third.news[-1].text
+
+
+def test_a_log_on_a_server_that_is_away_is_read_on_when_it_is_back(tmp_path):
+    class Away(LogFolder):
+        is_away = False
+
+        def read(self, after):
+            self.check()
+            return super().read(after)
+
+        def identify(self):
+            self.check()
+            return super().identify()
+
+        def check(self):
+            if self.is_away:
+                raise StoreAway("it does not answer")
+
+    world, place = trained(), Away(tmp_path)
+    world.run()
+    with EventLog(tmp_path) as store:
+        for event in world.log[:20]:
+            store.append(event)
+        follower = LogFollower(place, lambda: True, TIMEOUTS)
+        assert follower.read(False) is not None
+        store.append(world.log[20])
+        place.is_away = True
+        assert follower.read(False) is None
+        place.is_away = False
+        again = follower.read(False)
+    assert again.run.now >= world.log[20].now
+    assert not [each for each in again.news if each.kind == "Damaged"]
 
 
 def test_of_a_folder_that_goes_while_it_is_shown_what_was_read_stays(tmp_path):
