@@ -5,14 +5,14 @@ prove the peer's key: another machine at the same private address does not count
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from ravnest.config import NetTimeouts
 from ravnest.hub.coordinator.notices import NotDialled, Notice
 from ravnest.ids import NodeId
-from ravnest.net.transport import PeerId, PublicKey, Transport
+from ravnest.net.transport import PeerId, PublicKey, Transport, any_answers
 from ravnest.protocol.membership import Hello
 
 _MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address
@@ -71,20 +71,9 @@ class Newcomers:
                 return False
             try:
                 async with asyncio.timeout(self._seconds):
-                    if await self._any(key, hello.addresses):
+                    if await any_answers(self._transport.answers(key, each) for each in hello.addresses):
                         return True
                     await asyncio.get_running_loop().create_future()
             except TimeoutError:
                 pass  # a router that drops what it does not let in says nothing
-        return False
-
-    async def _any(self, key: PublicKey, addresses: Sequence[str]) -> bool:
-        tries = [asyncio.ensure_future(self._transport.answers(key, each)) for each in addresses]
-        try:
-            for tried in asyncio.as_completed(tries):
-                if await tried:
-                    return True
-        finally:
-            for each in tries:
-                each.cancel()
         return False
