@@ -169,7 +169,9 @@ class ZeroMqTransport(Endpoint):
         socket.reconnect_ivl = -1
         socket.sndhwm = 0  # the window of each link is the limit
         socket.maxmsgsize = self._limits.chunk_bytes + _SLACK_BYTES
-        socket.handshake_ivl = handshake_ms
+        # Who dials gives up by itself, and waits longer with each pass.
+        longest_ms = round(1000 * self._timeouts.longest_dial_seconds)
+        socket.handshake_ivl = handshake_ms if kind == zmq.ROUTER else max(handshake_ms, longest_ms)
         socket.heartbeat_ivl = handshake_ms  # ends the sockets of the dead; links notice sooner
         socket.tcp_keepalive = 1
         socket.ipv6 = True

@@ -220,6 +220,17 @@ def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
     run(main)
 
 
+def test_who_dials_a_busy_hub_waits_as_long_as_it_may():
+    async def main():
+        limits = TransportLimits(timeouts=NetTimeouts(dial_seconds=0.5, handshake_seconds=0.1))
+        async with make(1, limits=limits) as node:
+            with socket.create_server(("127.0.0.1", 0)) as busy:  # it has accepted, and does nothing yet
+                node.dial(KEYS[0].peer, [f"tcp://127.0.0.1:{busy.getsockname()[1]}"])
+                assert "no answer within" in (await next_of(node, DialFailed)).reason
+
+    run(main)
+
+
 def test_addresses_are_tried_in_turn_and_the_one_that_worked_again_first():
     async def main():
         async with make(0, ANY_PORT) as hub:
