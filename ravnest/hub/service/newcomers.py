@@ -15,7 +15,7 @@ from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, PublicKey, Transport, any_answers
 from ravnest.protocol.membership import Hello
 
-_MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address
+_MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address, for a name six
 
 
 class Newcomers:
