@@ -9,7 +9,7 @@ HashTree over the chunks.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +25,12 @@ from ravnest.protocol.averaging import (
     PartStep,
     Pledge,
     PledgeTerms,
+    RoundAbort,
     RoundCall,
     RoundCheck,
     RoundChecked,
     RoundPledge,
+    RoundQuery,
     RoundReady,
     Sight,
 )
@@ -388,6 +390,18 @@ class DirectRound(MemberRound[_V]):
             return ()
         again = shared.reducer.combine(where, self._ordered(shared, self._rows[key], terms))
         return self._end_check(key, digest_content(shared.reducer.content(again)) == self._digests[key])
+
+    def expire(self, now: float) -> RoundAbort | RoundQuery | None:
+        """As any member; a checker that waits in vain names the silent one, or it would be blamed itself."""
+        if now < self._deadline or self._phase is not RoundPhase.READY or not self._checks:
+            return super().expire(now)
+        late = Counter(
+            x for k in self._checks for x in self._segments[k[0]].members if x not in self._rows[k]
+        )
+        suspect = min(late, key=lambda each: (-late[each], each))
+        self._checks.clear()  # from now on it asks what became of the round
+        told = f"{self._member} could not check at the deadline; it waits for {suspect} most"
+        return RoundAbort(self._round_id, told, suspect)
 
     def _end_check(self, key: _Key, is_same: bool, suspect: NodeId | None = None) -> tuple[_Addressed, ...]:
         del self._checks[key], self._rows[key]

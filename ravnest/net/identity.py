@@ -223,6 +223,15 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def is_number(host: str) -> bool:
+    """Return whether a host is given by its number, and no name that has to be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_everywhere(host: str) -> bool:
     """Return whether a program that listens at this host does so in all networks of this PC."""
     return host in _EVERYWHERE

@@ -4,11 +4,12 @@ A message is a small header and raw buffers. It goes to a peer with a class of s
 order within its service. There are two: zeromq (real sockets) and memory (virtual time).
 """
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 from ravnest.config import TIMEOUTS, NetTimeouts
 from ravnest.errors import LinkError
@@ -144,3 +145,16 @@ def check_limits(header: bytes, buffers: Sequence[memoryview], limits: Transport
     if size > limits.message_bytes:
         raise LinkError(f"a message of {size} bytes is over the limit of {limits.message_bytes}: cut it")
     return size
+
+
+async def any_answers(questions: Iterable[Coroutine[Any, Any, bool]]) -> bool:
+    """Return whether one of these is answered with yes, as soon as one is."""
+    asked = [asyncio.ensure_future(each) for each in questions]
+    try:
+        for each in asyncio.as_completed(asked):
+            if await each:
+                return True
+    finally:
+        for task in asked:
+            task.cancel()
+    return False

@@ -10,6 +10,7 @@ import logging
 import socket as sockets
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,9 +23,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Connection, Endpoint
-from ravnest.net.identity import KeyPair, peer_of, split_address, write_address
+from ravnest.net.identity import KeyPair, is_number, peer_of, split_address, write_address
 from ravnest.net.streams import Frames
-from ravnest.net.transport import PeerId, PublicKey, TransportLimits
+from ravnest.net.transport import PeerId, PublicKey, TransportLimits, any_answers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ _SHARED_BYTES = 65_536  # a copy of less costs less than to learn when the memor
 _IO_THREADS = 3
 _MOST_SOCKETS = 16_384  # of a context; where nobody says so it has room for 341 links
 _MOST_WAITING = 4_096  # connections that nobody has accepted yet: a hub that starts is dialled by all at once
+MOST_STRANGE_NAMES = (
+    32  # of strangers that are looked up at once: each takes a thread, for half a minute at worst
+)
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ENDS = {
@@ -93,6 +97,7 @@ class ZeroMqTransport(Endpoint):
         self._accepted: dict[bytes, _Accepted] = {}
         self._open_ones: set[_Watched] = set()
         self._lookups: dict[str, _Lookup] = {}
+        self._strange_names = _StrangeNames()
 
     @property
     def address(self) -> str:
@@ -164,7 +169,9 @@ class ZeroMqTransport(Endpoint):
         socket.reconnect_ivl = -1
         socket.sndhwm = 0  # the window of each link is the limit
         socket.maxmsgsize = self._limits.chunk_bytes + _SLACK_BYTES
-        socket.handshake_ivl = handshake_ms
+        # Who dials gives up by itself, and waits longer with each pass.
+        longest_ms = round(1000 * self._timeouts.longest_dial_seconds)
+        socket.handshake_ivl = handshake_ms if kind == zmq.ROUTER else max(handshake_ms, longest_ms)
         socket.heartbeat_ivl = handshake_ms  # ends the sockets of the dead; links notice sooner
         socket.tcp_keepalive = 1
         socket.ipv6 = True
@@ -173,9 +180,17 @@ class ZeroMqTransport(Endpoint):
     async def answers(self, key: PublicKey, address: str) -> bool:
         try:
             host, port = split_address(address)
-            place = await _Lookup(host).next_place()  # kept for nobody: names come from strangers
+            places = [host] if is_number(host) else await self._strange_names.find(host)
+        except (LinkError, OSError, ValueError):
+            return False
+        # One of each kind: a name may stand for a router that lets only one of them in.
+        one_of_each = {":" in place: place for place in reversed(places)}.values()
+        return await any_answers(self._answers_at(key, write_address(place, port)) for place in one_of_each)
+
+    async def _answers_at(self, key: PublicKey, address: str) -> bool:
+        try:
             socket = self._make_socket(zmq.DEALER)
-        except (LinkError, OSError, ValueError, zmq.ZMQError):
+        except zmq.ZMQError:
             return False
         with socket:
             socket.linger = 0
@@ -192,7 +207,7 @@ class ZeroMqTransport(Endpoint):
             except zmq.ZMQError:
                 return False
             try:
-                socket.connect(write_address(place, port))
+                socket.connect(address)
                 monitor.start(end)
                 return await found
             except zmq.ZMQError:
@@ -284,11 +299,45 @@ class _Lookup:
         return places[self._turn % len(places)]
 
     def _look(self, found: "Future[list[str]]") -> None:
-        try:
-            places = sockets.getaddrinfo(self._host, None, type=sockets.SOCK_STREAM)
-            found.set_result([str(place[4][0]) for place in places])
-        except (OSError, ValueError) as error:
-            found.set_exception(error)
+        _look_up(self._host, found)
+
+
+class _StrangeNames:
+    """Looks up names that strangers chose: a few at once, however many they are and however slow."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._waiting: deque[tuple[str, Future[list[str]]]] = deque()
+
+    async def find(self, host: str) -> list[str]:
+        """Return its addresses; OSError or ValueError if there are none. Who gives up waits for no thread."""
+        found: Future[list[str]] = Future()
+        with self._lock:
+            self._waiting.append((host, found))
+            has_room = self._num_threads < MOST_STRANGE_NAMES
+            self._num_threads += has_room
+        if has_room:
+            threading.Thread(target=self._work, daemon=True).start()
+        return await asyncio.wrap_future(found)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
+                    return
+                host, found = self._waiting.popleft()
+            if found.set_running_or_notify_cancel():
+                _look_up(host, found)
+
+
+def _look_up(host: str, found: "Future[list[str]]") -> None:
+    try:
+        places = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+        found.set_result([str(place[4][0]) for place in places])
+    except (OSError, ValueError) as error:
+        found.set_exception(error)
 
 
 class _Watched:

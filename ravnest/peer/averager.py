@@ -6,7 +6,7 @@ asker's plan yet.
 """
 
 import logging
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_REQUESTS = 4096  # for anchors that wait
 _LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
-_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before the order for a round comes
+_EARLY_TIMES = 8  # the numbers of a stage: what an honest neighbour may send before the order for a round
 
 _Part = RingPart[TensorSpec] | DirectPart[TensorSpec]
 _Arrived = tuple[_Part, Buffer, NodeId]
@@ -98,6 +98,33 @@ class AnchorRequests:
         return outgoing
 
 
+class _EarlyParts:
+    """Parts of rounds whose order has not come; no sender takes the room of others."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Arrived] = []
+        self._num_items = Counter[NodeId]()  # by sender
+
+    def add(self, arrived: _Arrived, most_items: int) -> bool:
+        """Keep a part; return whether there was room for it."""
+        part, _, sender = arrived
+        num_items = self._num_items[sender] + prod(part.value.shape)
+        if num_items > most_items:
+            return False
+        self._num_items[sender] = num_items
+        self._parts.append(arrived)
+        return True
+
+    def pop(self, round_id: RoundId) -> deque[_Arrived]:
+        """Return the parts of a round, and forget those of rounds before it."""
+        found = deque(each for each in self._parts if each[0].round_id == round_id)
+        self._parts = [each for each in self._parts if each[0].round_id > round_id]
+        self._num_items.clear()
+        for part, _, sender in self._parts:
+            self._num_items[sender] += prod(part.value.shape)
+        return found
+
+
 class Averager:
     """Takes part in one round at a time; `clock` tells seconds, `anchor_state` is where it begins."""
 
@@ -132,7 +159,7 @@ class Averager:
         self._before: dict[SegmentId, NodeId] = {}
         self._after: dict[SegmentId, NodeId] = {}
         self._arrived: deque[_Arrived] = deque()
-        self._early: list[_Arrived] = []
+        self._early = _EarlyParts()
         self._requests = AnchorRequests()
         # Samples trained when a round opened: the last that committed, the latest.
         self._num_averaged = self._num_offered = -anchor_state.num_samples
@@ -210,8 +237,7 @@ class Averager:
             self._after[segment] = owners[(index + 1) % len(owners)]
         self._order, self._round_id = order, order.round_id
         self._due = self._clock() + order.deadline_seconds
-        self._arrived = deque(each for each in self._early if each[0].round_id == order.round_id)
-        self._early = [each for each in self._early if each[0].round_id > order.round_id]
+        self._arrived = self._early.pop(order.round_id)
         if order.sums_gradients:
             return self._await_gradients(order)
         if order.is_anchor:
@@ -334,10 +360,8 @@ class Averager:
         if part.value.dtype != "float32" or not is_row:
             raise ProtocolError(f"a part of a round that is {part.value.dtype} {shape}")
         if part.round_id > self._round_id:  # a neighbour was told of the round first
-            num_early = sum(prod(each.value.shape) for each, _, _ in self._early)
-            if num_early + prod(part.value.shape) > self._most_early:
+            if not self._early.add((part, buffer, sender), self._most_early):
                 return Refusal(f"{sender} sends more of round {part.round_id} than a round has")
-            self._early.append((part, buffer, sender))
         elif self._order is None or part.round_id != self._round_id:
             return Refusal(f"a ring part of round {part.round_id}, which is not open here")
         else:

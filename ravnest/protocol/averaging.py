@@ -31,6 +31,7 @@ Factor = Annotated[float, Meta(ge=0.0, le=1.0)]
 class RoundOpen:
     """The hub orders a round; the clusters of `left_out` owners wait for the next one.
 
+    It names nodes of the receiver's own rings only: a message has no room for all of a large swarm.
     A gradient round makes one exact update. It begins when the receiver has trained its share of the batch.
     """
 

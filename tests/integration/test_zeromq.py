@@ -1,6 +1,7 @@
 """The transport over real TCP: what arrives, what is refused, what is noticed, what survives."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from ravnest.net.identity import KeyPair, load_keys, new_keys, split_address
 from ravnest.net.relay import Relay, await_through, dial_through
 from ravnest.net.streams import FRAME_VERSION, Chunk, Greeting, decode_frame, encode_frame
 from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service, TransportLimits
-from ravnest.net.zeromq import ZeroMqTransport, open_context
+from ravnest.net.zeromq import MOST_STRANGE_NAMES, ZeroMqTransport, open_context
 
 ANY_PORT = "tcp://127.0.0.1:*"
 LONG_SECONDS = 100.0  # only what hangs needs them; what is noticed within 2 s is shown without a clock
@@ -157,6 +158,54 @@ def test_only_the_owner_of_a_key_that_lets_one_in_answers():
     run(main)
 
 
+@pytest.mark.parametrize("places", [("::1", "127.0.0.1"), ("127.0.0.1", "::1")])
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_who_answers_at_one_kind_of_a_names_addresses_answers(places, is_silent, monkeypatch):
+    """A router's name often has an address of either kind, of which it lets in one."""
+
+    async def main():
+        async with make(0, ANY_PORT) as hub, make(1) as node:
+            name, found = f"tcp://home.example.org:{port_of(hub)}", [(0, 0, 0, "", (x, 0)) for x in places]
+            with contextlib.ExitStack() as stack:
+                if is_silent:
+                    try:
+                        silent = socket.create_server(("::1", port_of(hub)), family=socket.AF_INET6)
+                    except OSError:
+                        pytest.skip("this PC has no IPv6")
+                    stack.enter_context(silent)
+                monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+                assert await node.answers(KEYS[0].public, name)
+            assert not await node.answers(KEYS[3].public, name)
+
+    run(main)
+
+
+def test_names_of_strangers_are_looked_up_a_few_at_once_and_numbers_not_at_all(monkeypatch):
+    asked, some, answered = [], threading.Semaphore(0), threading.Event()
+
+    def look_up_slowly(host, *_, **__):
+        asked.append(host)
+        some.release()
+        answered.wait(LONG_SECONDS)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    async def main():
+        async with make(0, ANY_PORT) as hub, make(1) as node:
+            monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+            hosts = [f"strange-{number}.example.org" for number in range(3 * MOST_STRANGE_NAMES)]
+            asking = [asyncio.create_task(node.answers(KEYS[0].public, f"{each}:7700")) for each in hosts]
+            await asyncio.to_thread(lambda: [some.acquire() for _ in range(MOST_STRANGE_NAMES)])
+            assert await node.answers(KEYS[0].public, hub.address)
+            for each in asking[:-1]:
+                each.cancel()
+            await asyncio.wait(asking[:-1])
+            answered.set()
+            assert not await asking[-1], "it had its turn when others gave up"
+            assert sorted(asked) == sorted([*hosts[:MOST_STRANGE_NAMES], hosts[-1]])
+
+    run(main)
+
+
 def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
     async def main():
         async with make(0, ANY_PORT) as hub:
@@ -167,6 +216,17 @@ def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
             assert "nobody answers" in (await next_of(node, DialFailed)).reason
             async with make(0, address) as hub:
                 assert (await next_of(hub, Delivery)).header == b"early"
+
+    run(main)
+
+
+def test_who_dials_a_busy_hub_waits_as_long_as_it_may():
+    async def main():
+        limits = TransportLimits(timeouts=NetTimeouts(dial_seconds=0.5, handshake_seconds=0.1))
+        async with make(1, limits=limits) as node:
+            with socket.create_server(("127.0.0.1", 0)) as busy:  # it has accepted, and does nothing yet
+                node.dial(KEYS[0].peer, [f"tcp://127.0.0.1:{busy.getsockname()[1]}"])
+                assert "no answer within" in (await next_of(node, DialFailed)).reason
 
     run(main)
 

@@ -306,6 +306,9 @@ def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None
             break
     assert 0 < number < 100
     assert "more of round" in found.reason
+    for _ in range(number):  # it took nobody else's room
+        honest = replace(part, round_id=RoundId(1))
+        assert host.stage.receive(honest, (memoryview(bytearray(4000)),), "c2.0") == []
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (3, 1)])

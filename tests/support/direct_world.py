@@ -7,7 +7,6 @@ from random import Random
 import torch
 
 from ravnest.averaging.direct import DirectRound, SharedSegment
-from ravnest.averaging.round import RoundPhase
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import TrainConfig
@@ -186,8 +185,8 @@ class DirectWorld:
     def expire(self, members, dead, given_up, hub) -> None:
         """Let all come to their deadline, then the hub."""
         for name, member in members.items():
-            if name not in dead and member.phase is RoundPhase.RUNNING:
-                given_up[name] = member.expire(2.0)
+            if name not in dead and isinstance(abort := member.expire(2.0), RoundAbort):
+                given_up[name] = abort
         if not given_up:
             hub.expire()
 

@@ -557,7 +557,8 @@ class HubWorld:
         took_part = [each for each in running if each.root in self.in_round]
         assert {name for each in took_part for name in each.nodes} == set(self.in_round)
         assert len(took_part) > 1
-        assert len({replace(each, build_id=0, is_anchor=False) for each in self.in_round.values()}) == 1
+        own = {"build_id": 0, "is_anchor": False, "left_out": (), "weights": (), "resting": (), "hidden": ()}
+        assert len({replace(each, **own) for each in self.in_round.values()}) == 1
         opened = self.in_round[took_part[0].root]
         bases = [{self.bases.get(name) for name in each.nodes} for each in took_part]
         known = [base for found in bases for base in found if len(found) == 1 and base is not None]
@@ -566,7 +567,9 @@ class HubWorld:
         )
         anchors = {name for name, each in self.in_round.items() if each.is_anchor}
         assert not anchors if known else anchors in [set(each.nodes) for each in took_part]
-        assert all(set(each.nodes) <= set(opened.left_out) for each in running if each not in took_part)
+        for name, each in self.in_round.items():
+            owners = {x for ring in self.hub.placement.rings if name in ring.owners for x in ring.owners}
+            assert set(each.left_out) == owners - set(self.in_round), "of its own rings, and no others"
 
     # The peers' side.
 

@@ -38,6 +38,7 @@ from ravnest.protocol.averaging import (
 _CLIP = 3.0  # times the median length of all clusters, by sample: what is longer is made shorter
 _LEFT_OUT = 30.0  # times: what is longer is left out
 _LIMIT = 3.0 * _CLIP  # a finished part is no longer; rounding makes it longer
+_MOST_LENGTH = 1e30  # that a message can tell
 _LIARS = 5  # one of so many clusters may lie, and one of four
 _MOST_MARKS = 3  # rounds in which a cluster was unlike all others
 _TICKETS = 2**20
@@ -209,7 +210,7 @@ class RobustDecision:
             self._factors[cluster, owner] = 0.0 if is_left_out else factor
             self.too_long |= {cluster} if is_left_out else set()
         share = sum(weight**2 for weight in roster.weights.values())
-        return _LIMIT * middle * share / (mean_weight * sum(roster.weights.values()))
+        return min(_MOST_LENGTH, _LIMIT * middle * share / (mean_weight * sum(roster.weights.values())))
 
     def _terms(self, member: NodeId, owner: NodeId, segment: SegmentId | None = None) -> PledgeTerms:
         pledge = self._pledges[member][owner]

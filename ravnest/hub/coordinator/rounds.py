@@ -405,14 +405,15 @@ class Rounds:
         anchor_round = round_id if anchor_round is None else anchor_round
         wire_format = config.exact_gradients if sums_gradients else config.deltas
         least = choose_least_chunk(placement.slowest_link(names), wire_format)
+        away = placement.absent_of_rings(absent)
         sends = placement.introduce(absent)
         for cluster in clusters:
-            opened = RoundOpen(
-                cluster.build_id, round_id, seconds, is_blocking, is_final, absent, anchor_round
-            )
+            opened = RoundOpen(cluster.build_id, round_id, seconds, is_blocking, is_final, (), anchor_round)
             opened = replace(opened, is_anchor=cluster is first and not sums_gradients, least_chunk=least)
             opened = replace(opened, sums_gradients=sums_gradients)
-            sends += [Send(name, self._weigh(opened, name)) for name in cluster.nodes]
+            sends += [
+                Send(name, self._weigh(replace(opened, left_out=away(name)), name)) for name in cluster.nodes
+            ]
         return sends
 
     def _find_roster(self, clusters: tuple[ClusterState, ...]) -> RobustRoster | None:
@@ -436,12 +437,15 @@ class Rounds:
         )
 
     def _weigh(self, opened: RoundOpen, name: NodeId) -> RoundOpen:
-        """Tell a member of a robust round how much each counts that it shares a segment with."""
+        """Tell a member of a robust round of those that it shares a segment with: all would not fit."""
         roster = self._roster
         if roster is None:
             return opened
-        weights = tuple((x, roster.weights[roster.cluster_of(x)]) for x in roster.partners(name))
-        resting, hidden = tuple(sorted(roster.resting)), tuple(sorted(roster.hidden))
+        partners = roster.partners(name)
+        weights = tuple((x, roster.weights[roster.cluster_of(x)]) for x in partners)
+        resting, hidden = (
+            tuple(sorted(each.intersection(partners))) for each in (roster.resting, roster.hidden)
+        )
         return replace(opened, weights=weights, resting=resting, hidden=hidden)
 
     def _suspects(self, most_hops: int) -> dict[str, str | None]:

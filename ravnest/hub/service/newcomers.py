@@ -5,17 +5,17 @@ prove the peer's key: another machine at the same private address does not count
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from ravnest.config import NetTimeouts
 from ravnest.hub.coordinator.notices import NotDialled, Notice
 from ravnest.ids import NodeId
-from ravnest.net.transport import PeerId, PublicKey, Transport
+from ravnest.net.transport import PeerId, PublicKey, Transport, any_answers
 from ravnest.protocol.membership import Hello
 
-_MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address
+_MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address, for a name six
 
 
 class Newcomers:
@@ -38,43 +38,42 @@ class Newcomers:
 
     def dial_back(self, peer: PeerId, hello: Hello, key: str) -> None:
         """Find out whether the peer can be dialled; then it joins, unless it was forgotten."""
+        is_dialled = peer in self._awaited  # it has gone and come again: it is dialled anew after that
         self._awaited[peer] = hello
-        self._start(self._find(peer, hello, key))
+        if not is_dialled:
+            self._start(self._find(peer, PublicKey(key.encode())))
 
-    async def _find(self, peer: PeerId, hello: Hello, key: str) -> None:
-        listens = hello.node.is_reachable
-        is_reachable = listens and await self._answers(PublicKey(key.encode()), hello.addresses)
-        is_last = self._awaited.get(peer) is hello  # it may have gone, and come again
-        if is_last:
-            del self._awaited[peer]
-        if not is_last or self._find_peer(hello.node.name) != peer:
+    async def _find(self, peer: PeerId, key: PublicKey) -> None:
+        """Dial a peer where it last said it listens: coming and going takes no more room than staying."""
+        is_last = is_reachable = False
+        while not is_last:
+            hello = self._awaited[peer]
+            is_reachable = hello.node.is_reachable and await self._answers(peer, key, hello)
+            is_last = self._awaited[peer] is hello
+        is_here = self._is_awaited(peer, hello)
+        del self._awaited[peer]
+        if not is_here:
             return
-        if listens and not is_reachable:
+        if hello.node.is_reachable and not is_reachable:
             self._tell(NotDialled(hello.node.name))
-        self._join(replace(hello, node=replace(hello.node, is_reachable=is_reachable)), key)
+        self._join(replace(hello, node=replace(hello.node, is_reachable=is_reachable)), key.decode())
 
-    async def _answers(self, key: PublicKey, addresses: Sequence[str]) -> bool:
-        """Return whether the owner of a key answers at one of these addresses.
+    def _is_awaited(self, peer: PeerId, hello: Hello) -> bool:
+        return self._awaited[peer] is hello and self._find_peer(hello.node.name) == peer
+
+    async def _answers(self, peer: PeerId, key: PublicKey, hello: Hello) -> bool:
+        """Return whether the owner of a key answers at one of its addresses; who has gone is not dialled.
 
         No takes as long as silence: a peer does not learn which ports of the hub's network are open.
         """
         async with self._room:
+            if not self._is_awaited(peer, hello):
+                return False
             try:
                 async with asyncio.timeout(self._seconds):
-                    if await self._any(key, addresses):
+                    if await any_answers(self._transport.answers(key, each) for each in hello.addresses):
                         return True
                     await asyncio.get_running_loop().create_future()
             except TimeoutError:
                 pass  # a router that drops what it does not let in says nothing
-        return False
-
-    async def _any(self, key: PublicKey, addresses: Sequence[str]) -> bool:
-        tries = [asyncio.ensure_future(self._transport.answers(key, each)) for each in addresses]
-        try:
-            for tried in asyncio.as_completed(tries):
-                if await tried:
-                    return True
-        finally:
-            for each in tries:
-                each.cancel()
         return False

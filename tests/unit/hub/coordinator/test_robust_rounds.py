@@ -13,6 +13,7 @@ from ravnest.hub.coordinator.robust_rounds import (
     compare_clusters,
 )
 from ravnest.hub.service.event_log import read_event, write_event
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
     Pledge,
     RoundCall,
@@ -83,6 +84,13 @@ def test_lengths_are_compared_by_sample():
     hub = RobustDecision(1, roster)
     sends = [hub.receive(pledge(name, {"a": 4.0})) for name in NAMES][-1]
     assert {each.factor for each in sends[0].message.terms} == {1.0}
+
+
+def test_a_length_beyond_reason_leaves_the_call_of_all_others_one_that_can_be_sent():
+    """The others may have changed nothing: then theirs is no measure."""
+    _, calls = called(dict.fromkeys("bcd", 0.0) | {"a": 1e30})
+    for call in calls.values():
+        messages.pack(call)
 
 
 def test_votes_that_differ_abort_and_name_who_contradicts_the_owner():

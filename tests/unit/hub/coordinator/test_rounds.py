@@ -6,7 +6,7 @@ import pytest
 from support import plan_world
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
-from ravnest.config import Averaging
+from ravnest.config import Averaging, Mean
 from ravnest.hub.coordinator.events import Received, Send
 from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded
@@ -108,6 +108,52 @@ def test_who_held_up_a_round_is_left_out_of_the_next_try_at_once_and_asked_again
     assert world.told(RoundEnded)[1].left_out == (cluster_of(world, "b").name,)
     assert world.told(RoundEnded)[2].left_out == ()
     check_replay(world)
+
+
+def plan_pairs(_, swarm, config, seed, epoch):
+    """Clusters of two nodes each, all cut in the middle."""
+    names = [each.name for each in swarm.nodes]
+    pairs = zip(names[::2], names[1::2], strict=True)
+    clusters = tuple(Cluster((Stage(root, 0, 3), Stage(leaf, 3, 6))) for root, leaf in pairs)
+    return Plan(epoch, seed, clusters, form_rings(clusters, {each.name: each for each in swarm.nodes}), ())
+
+
+def pairs_of(mean):
+    """A world in which four pairs have just begun to train; nobody can dial the first one."""
+    given = long_job()
+    given = replace(given, settings=replace(given.settings, mean=mean))
+
+    def hide(name, memory_mb=1000.0, **facts):
+        return plan_world.node(name, memory_mb, is_reachable=name not in "ab", **facts)
+
+    world = HubWorld(given, None, SearchPlanner(form=plan_pairs), hide)
+    world.join(*"abcdefgh")
+    world.run_until(lambda: sum(each.is_running for each in world.hub.clusters) == 4)
+    return world
+
+
+def orders_of(world, round_id):
+    sends = (each for answer in world.answers for each in answer if isinstance(each, Send))
+    orders = ((each.to, each.message) for each in sends if isinstance(each.message, RoundOpen))
+    return {name: order for name, order in orders if order.round_id == round_id}
+
+
+# A message has room for 1,024 names; in a large swarm more nodes may be left out, or hidden.
+
+
+def test_a_member_is_told_who_is_left_out_of_its_own_rings():
+    world = pairs_of(Mean.PLAIN)
+    script(world, late("c"))
+    run_rounds(world, 2)
+    told = {name: order.left_out for name, order in orders_of(world, 2).items()}
+    assert told == {**dict.fromkeys("aeg", ("c",)), **dict.fromkeys("bfh", ("d",))}
+
+
+def test_a_member_is_told_who_of_its_own_rings_cannot_be_dialled():
+    world = pairs_of(Mean.ROBUST)
+    world.run_until(lambda: world.open_round is not None)
+    told = {name: order.hidden for name, order in orders_of(world, 1).items()}
+    assert told == {**dict.fromkeys("aceg", ("a",)), **dict.fromkeys("bdfh", ("b",))}
 
 
 def test_of_those_who_wait_for_each_other_the_one_behind_the_cut_link_is_believed():

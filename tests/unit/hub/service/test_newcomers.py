@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ from ravnest.hub.coordinator.notices import NotDialled, Notice
 from ravnest.hub.service.server import Server
 from ravnest.net.identity import KeyPair, Token, greet, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
-from ravnest.net.transport import Delivery, PublicKey, Service
+from ravnest.net.transport import Delivery, LinkUp, PublicKey, Service
 from ravnest.protocol import messages
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello, Welcome
 
@@ -31,8 +32,8 @@ class Scene:
         self.store, self.told = MemoryStore(lambda event: None), list[Notice]()
         self.server = Server(self.token, self.told.append, store=self.store, hub=Coordinator(self.given))
 
-    def visitor(self, keys: KeyPair, listen: str | None) -> MemoryTransport:
-        transport = MemoryTransport(self.network, keys, Random(2), listen)
+    def visitor(self, keys: KeyPair, listen: str | None, seed: int = 2) -> MemoryTransport:
+        transport = MemoryTransport(self.network, keys, Random(seed), listen)
         transport.allow([self.keys.public])
         return transport
 
@@ -150,3 +151,50 @@ def test_who_leaves_before_it_was_dialled_back_never_joins() -> None:
 
     scene.play(main)
     assert scene.joined == []
+
+
+class Counting(Unanswered):
+    """Dials in vain, and counts how often."""
+
+    dialled: list[str]
+    num_open = most_open = 0
+
+    async def answers(self, key: PublicKey, address: str) -> bool:
+        self.dialled.append(address)
+        self.num_open += 1
+        Counting.most_open = max(Counting.most_open, self.num_open)
+        try:
+            return await super().answers(key, address)
+        finally:
+            self.num_open -= 1
+
+
+async def insist(scene: Scene, visitor: MemoryTransport, keys: KeyPair, address: str) -> None:
+    """Say hello over each new link, as a provider's program does, until it is a member."""
+    await scene.say_hello(visitor, keys, address)
+    while True:
+        match await visitor.receive():
+            case LinkUp(is_new=True):
+                await scene.say_hello(visitor, keys, address)
+            case Delivery(header=header) if isinstance(messages.unpack(header), Welcome):
+                return
+
+
+def test_who_comes_and_goes_has_the_hub_dial_one_address_at_a_time() -> None:
+    """Else one peer has it dial others' addresses as fast as it can come, and newcomers find no room."""
+    Counting.dialled, scene = [], Scene(Counting)
+
+    async def main() -> None:
+        keys = new_keys()
+        for number in range(5):
+            async with scene.visitor(keys, None, seed=number) as visitor:  # each time another program
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.3):
+                        await insist(scene, visitor, keys, f"victim {number}")
+        async with scene.visitor(keys, None, seed=5) as visitor:
+            await insist(scene, visitor, keys, "own")
+
+    scene.play(main)
+    assert Counting.dialled == ["victim 0", "own"]
+    assert Counting.most_open == 1
+    assert scene.joined == [("n", False)]
