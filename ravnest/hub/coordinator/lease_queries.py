@@ -75,6 +75,10 @@ class LeaseQueries:
         """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
         return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
 
+    def is_training(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has begun samples that are to be trained."""
+        return any(lease.lease is not None for lease in self._open.of(cluster.cluster_id))
+
     def is_unfinished(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
         return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
