@@ -80,6 +80,7 @@ class Ledger(LeaseQueries):
         self._open = OpenLeases()
         self._shares = BatchShares()
         self.num_starts = 0
+        self.is_paused = False  # also while training begins again
         self.restart()
 
     def restart(self, books: LedgerState | None = None) -> int:
@@ -103,7 +104,7 @@ class Ledger(LeaseQueries):
         self.num_updates = books.num_updates if books else 0  # of all clusters together
         self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
-        self._is_stopped, self.is_paused = False, False
+        self._is_stopped = False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
         self.has_undone = False  # since training began, or went back
         self._unconfirmed: dict[NodeId, deque[OpenLease]] = {}  # counted, by the root that said so
