@@ -37,7 +37,6 @@ from ravnest.hub.coordinator.notices import (
     NotCheckpointed,
     NotEvaluated,
     PauseChanged,
-    RateChanged,
     Repaired,
     ResultKept,
     ResultRefused,
@@ -50,6 +49,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
+from ravnest.hub.coordinator.progress import RateNews
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import IDLE, Inquiries
@@ -59,7 +59,6 @@ from ravnest.protocol.membership import Leave, Stop
 
 UNLIKE = "the weights that it gives are not those that most clusters hold after the same round"
 _MOST_ALARMS = 3
-_CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
 _Result = list[Action] | str  # actions, or why the event is refused
 
 
@@ -87,7 +86,7 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
-        self._told_times = 1.0  # the rate of an Adam of the requester's, in the one that was given
+        self.rate_news = RateNews(placement)
         self._num_alarms = 0  # since a checkpoint that is past the last of them
         self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
@@ -171,15 +170,6 @@ class Lifecycle:
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self.recovery.repair(made)
         return told + (self.start_over(now) if followed is None else followed)
-
-    def tell_rate(self) -> list[Action]:
-        """Tell that the requester's own Adam has clearly another rate than people know."""
-        times = self.placement.rate_times
-        is_back = times == 1.0 != self._told_times
-        if not is_back and abs(times / self._told_times - 1) < _CLEAR_CHANGE:
-            return []
-        self._told_times = times
-        return [Notify(RateChanged(times, len(self.placement.clusters)))]
 
     def may_end(self, now: float) -> bool:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
@@ -502,7 +492,7 @@ class Duties:
             return actions
         if not self._placement.is_exact:
             actions += life.report(self._ledger.end_exact(self._placement.running))
-        actions += life.tell_rate()
+        actions += life.rate_news.tell()
         actions += self._ledger.fill(self._placement, self._checkpoints.held)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)
