@@ -172,7 +172,10 @@ class Lifecycle:
         return told + (self.start_over(now) if followed is None else followed)
 
     def may_end(self, now: float) -> bool:
-        """Return whether all clusters can take part in the last round, or were waited for long enough."""
+        """Return whether all is trained, and all clusters are there for the last round or waited for."""
+        if not (self.ledger.is_finished and self.placement.running):
+            self.end_by = None
+            return False
         if self.stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
         self.end_by = now + self._timeouts.end_seconds if self.end_by is None else self.end_by
@@ -434,10 +437,11 @@ class Duties:
         if phase in (JobPhase.TRAINING, JobPhase.AVERAGING):
             times.append(self._spot_checks.due)
         if phase is JobPhase.TRAINING:
-            times += [life.stop_by, life.end_by, self._checkpoints.due(self._checkpoint_every)]
-            is_repaired = self._may_repair(now)
-            times.append(self._plan_trigger.repair_due(self._recovery.is_urgent) if is_repaired else None)
-            times.append(self._recovery.backups.due if life.stop_by is None else None)
+            times += [life.stop_by, life.end_by]
+            if life.stop_by is None:
+                times += [self._checkpoints.due(self._checkpoint_every), self._recovery.backups.due]
+            if self._may_repair(now):
+                times.append(self._plan_trigger.repair_due(self._recovery.is_urgent))
         return min((time for time in times if time is not None), default=None)
 
     def wants_round(self, num_updates: int, now: float) -> bool:
@@ -494,7 +498,7 @@ class Duties:
             actions += life.report(self._ledger.end_exact(self._placement.running))
         actions += life.rate_news.tell()
         actions += self._ledger.fill(self._placement, self._checkpoints.held)
-        if self._ledger.is_finished and self._placement.running and life.may_end(now):
+        if life.may_end(now):
             life.enter(JobPhase.AVERAGING)
             self._recovery.forget_held()
         elif life.stop_by is None:

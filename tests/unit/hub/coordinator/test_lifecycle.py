@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, Trouble, job
+from support.attack_world import AttackWorld
+from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     MakePlan,
     Notify,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PeerReturned,
@@ -19,6 +21,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import (
+    Checkpointed,
     ClusterStarted,
     Joined,
     Left,
@@ -26,6 +29,7 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
     Repaired,
     Waiting,
+    WorkUndone,
 )
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
@@ -147,3 +151,36 @@ def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():
     world.join("x", "y", "z")
     world.run_until(lambda: len(world.told(PlanFormed)) == 2)
     assert world.now == pytest.approx(begun_at + 5.0), "when it was quiet for a while"
+
+
+def test_a_pause_lasts_while_training_begins_again():
+    world = trained("a", 250.0, checkpoint_every=2.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    world.feed(PauseAsked(True, world.now))
+    world.kill("a")
+    world.join("b", memory_mb=250.0, at=world.now + 5.0)
+    num_before = len(world.told(ClusterStarted))
+    world.run_until(lambda: len(world.told(ClusterStarted)) > num_before)
+    world.run(until=world.now + 100.0)
+    assert not world.open_leases
+    assert world.hub.ledger.is_paused
+    world.feed(PauseAsked(False, world.now))
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_what_is_trained_again_after_the_wait_for_the_last_round_is_waited_for_quietly():
+    world = AttackWorld(0, num_validation=0, checkpoint_every=None, average_every=100)
+    world.liar_again = lambda microbatch: 1000.0 + microbatch
+    world.run_until(lambda: len(world.ledger) > 900)
+    world.kill("a")
+    build = world.build_stage
+    world.build_stage = lambda *given: world.after(25.0, build, *given)
+    world.join("e", memory_mb=900.0)  # the others wait for it, then the liar is found
+    world.run_until(lambda: world.told(WorkUndone))
+    for name in world.peers:
+        world.slow(name, 6.0)
+    world.run()  # the world checks that no Tick comes again for ever
+    assert world.is_finished
+    assert set(world.ledger.values()) == {1}
