@@ -530,8 +530,9 @@ class Duties:
         if fault is not None:
             actions += [Notify(NotCheckpointed(fault))] if fault else []
             actions += self._ledger.fill(self._placement)
-        if self._checkpoints.is_time(self._checkpoint_every, now) or self._recovery.wants_last():
-            actions += self.policy.begin_checkpoint(now)
+        is_time = self._checkpoints.is_time(self._checkpoint_every, now)
+        if is_time or self._recovery.wants_last():
+            actions += self.policy.begin_checkpoint(now, can_wait=is_time)
         return actions
 
     def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
