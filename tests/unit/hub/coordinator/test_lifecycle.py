@@ -16,6 +16,7 @@ from ravnest.hub.coordinator.events import (
     PeerLeft,
     PeerReturned,
     PlanMade,
+    Received,
     Restarted,
     Send,
 )
@@ -33,7 +34,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
-from ravnest.protocol.membership import Fact
+from ravnest.protocol.membership import Fact, Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
 
@@ -184,3 +185,18 @@ def test_what_is_trained_again_after_the_wait_for_the_last_round_is_waited_for_q
     world.run()  # the world checks that no Tick comes again for ever
     assert world.is_finished
     assert set(world.ledger.values()) == {1}
+
+
+def test_who_comes_back_as_new_and_leaves_before_it_is_measured_goes_at_once():
+    world = trained("abc", 250.0)
+    root = world.hub.clusters[0].root
+    world.trouble.guessed = tuple(Fact)
+    world.join_now(root, 250.0)
+    assert world.hub.clusters[0].is_broken, "the plan has it still"
+    world.feed(Received(root, Leave(0, "Ctrl-C", can_hand_over=True), world.now))
+    assert world.told(Left)[-1] == Left(root, "Ctrl-C")
+    world.trouble.guessed = ()
+    world.join("d", memory_mb=250.0)
+    world.run()
+    assert world.is_finished
+    check_replay(world)
