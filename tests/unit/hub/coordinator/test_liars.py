@@ -6,7 +6,7 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job
 from support.plan_world import node
 
-from ravnest.hub.coordinator.events import PeerJoined, Received, Send
+from ravnest.hub.coordinator.events import PeerJoined, PeerLeft, Received, Send
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Left, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import LossGuard
@@ -41,6 +41,20 @@ def test_a_stage_that_nobody_was_given_is_not_ready():
     (cluster,) = world.hub.clusters
     for name in cluster.nodes:
         assert "nobody told it to build" in lie(world, name, StageReady(cluster.build_id))
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_who_comes_back_as_new_is_not_ready_with_the_stage_that_it_had():
+    world = world_of("abc")
+    build, world.build_stage = world.build_stage, lambda *_: None
+    world.run_until(lambda: any(peer.order and peer.order.stage for peer in world.peers.values()))
+    world.run(until=world.now + 2.0)
+    world.build_stage, name = build, world.hub.clusters[0].root
+    world.feed(PeerLeft(name, "its link broke", world.now))
+    world.join_now(name, 150.0)
+    assert "no stage to get ready" in lie(world, name, StageReady(world.hub.placement.build_id(name)))
     world.run()
     assert world.is_finished
     check_replay(world)
