@@ -48,7 +48,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.planner import PlanTrigger
+from ravnest.hub.coordinator.planner import PlanTrigger, order_probes
 from ravnest.hub.coordinator.progress import RateNews
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
@@ -170,6 +170,10 @@ class Lifecycle:
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self.recovery.repair(made)
         return told + (self.start_over(now) if followed is None else followed)
+
+    def measure(self, now: float) -> Sequence[Action]:
+        """Order probes of newcomers that nobody measured before."""
+        return order_probes(self.placement, self._job.profile, now, self._timeouts)
 
     def may_end(self, now: float) -> bool:
         """Return whether all is trained, and all clusters are there for the last round or waited for."""
@@ -455,7 +459,7 @@ class Duties:
         """Do what is due in this phase; a duty may bring the job into its next one."""
         if not self._life.has_begun:
             return []
-        actions = self._recovery.roll_out()
+        life, actions = self._life, self._recovery.roll_out()
         if self._recovery.is_rolling_out:
             return actions
         duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
@@ -466,10 +470,11 @@ class Duties:
             ((JobPhase.EVALUATING,), self._evaluate),
             ((JobPhase.KEEPING,), self._collect_result),
             ((JobPhase.TRAINING, JobPhase.EVALUATING), self._retain_inquiries),
+            ((JobPhase.COLLECTING,), life.measure),  # perhaps training has just begun again
         )
         self._spot_checks.expire(now)
         for phases, duty in duties:
-            if self._life.phase in phases:
+            if life.phase in phases:
                 actions += duty(now)
         return actions
 

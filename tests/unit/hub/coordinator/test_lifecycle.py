@@ -30,8 +30,10 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
     Repaired,
     Waiting,
+    WorkLost,
     WorkUndone,
 )
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.protocol.membership import Fact, Leave
@@ -199,4 +201,16 @@ def test_who_comes_back_as_new_and_leaves_before_it_is_measured_goes_at_once():
     world.join("d", memory_mb=250.0)
     world.run()
     assert world.is_finished
+    check_replay(world)
+
+
+def test_who_came_while_the_result_was_awaited_is_measured_when_training_begins_again():
+    world = trained("ab", 150.0, epochs=1)
+    world.run_until(lambda: world.hub.phase is JobPhase.KEEPING)
+    world.muted = {world.hub.clusters[0].root}
+    world.trouble.guessed = tuple(Fact)
+    world.join("c", memory_mb=250.0)
+    world.run()
+    assert world.told(WorkLost)
+    assert world.is_finished, "nothing else happens that would wake the hub"
     check_replay(world)
