@@ -312,6 +312,11 @@ class CheckpointPolicy:
         keeper, books = self._ledger.draws.choose(self._fellows), self._ledger.books
         return self._collector.start(keeper, now, books, is_result=True, comparison=self._compare(keeper))
 
+    def start_last_evaluation(self) -> None:
+        """Have the last weights evaluated; what was said of others, before a restart, counts no more."""
+        self._last_losses = {}
+        self._ledger.start_evaluation()
+
     def record_last(self, cluster: ClusterState, results: Sequence[Evaluated]) -> None:
         """Record what a cluster found of the last weights."""
         for result in results:

@@ -570,7 +570,7 @@ class Duties:
                 return [*actions, *undone, *self._average(now)]
         if self._spot_checks.is_waiting(now):
             return actions
-        self._ledger.start_evaluation()
+        self.policy.start_last_evaluation()
         self._life.enter(JobPhase.EVALUATING)
         return actions
 

@@ -1,5 +1,7 @@
 """Whose weights are kept: drawn, confirmed by others, and never far worse than the best."""
 
+from dataclasses import replace
+
 from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, true_loss
 from support.hub_world import check_replay
 
@@ -14,6 +16,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.protocol.placement import SnapshotOrder
+from ravnest.protocol.training import StepReport
 
 
 def collected(world):
@@ -107,6 +110,25 @@ def test_one_cluster_that_says_so_does_not_have_the_result_replaced():
         assert not world.told(BestIsResult)
         assert world.finish.parts
     assert true_loss(1) != true_loss(2)
+
+
+def test_one_cluster_that_says_so_twice_does_not_have_the_result_replaced():
+    """It is drawn before and after a restart of the hub."""
+    world = AttackWorld(0, num_samples=160, epochs=3, num_validation=8)
+
+    def lie(message):
+        is_last = world.hub.phase is JobPhase.EVALUATING and isinstance(message, StepReport)
+        return [replace(message, loss=1000.0) if is_last and message.loss is not None else message]
+
+    world.lie = lie
+    world.run_until(lambda: world.told(Evaluated) and world.told(Evaluated)[-1].loss == 1000.0)
+    world.random.choice = lambda _: 0.5
+    world.restart()
+    world.run()
+    assert [news.loss for news in world.told(Evaluated)].count(1000.0) == 2
+    assert not world.told(BestIsResult)
+    assert world.finish.parts
+    check_replay(world)
 
 
 def untold_of_each_other(**changes):
