@@ -359,7 +359,7 @@ class Departures:
         if self._life.phase not in (JobPhase.TRAINING, JobPhase.AVERAGING):
             return []
         cluster = self._placement.cluster_of(name)
-        num_undone = self._ledger.undo(name if cluster is None else cluster.root)
+        num_undone = self._ledger.undo(name) + (0 if cluster is None else self._ledger.undo(cluster.root))
         return [Notify(WorkUndone(name, num_undone))] if num_undone else []
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
