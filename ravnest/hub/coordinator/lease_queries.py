@@ -32,7 +32,7 @@ class LeaseQueries:
         return found if found is not None and found.lease is not None else None
 
     def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
+        """Return the lease under which a microbatch is or was lately trained, in an epoch under way."""
         number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
         lease = self._awaited[number - 1] if number else None
         return lease if lease is not None and microbatch in lease.microbatches else None

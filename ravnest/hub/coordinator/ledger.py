@@ -320,6 +320,7 @@ class Ledger(LeaseQueries):
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
         self.num_counted += num_samples
+        self._awaited = self._open.drop_closed(self._awaited)
         self._unconfirmed.setdefault(cluster.root, deque(maxlen=_MOST_UNCONFIRMED)).append(open_lease)
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained

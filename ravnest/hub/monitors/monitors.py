@@ -184,6 +184,10 @@ class ReportSums:
         """Return the microbatches of a lease that its leaf has reported."""
         return self._reported.get(number, set())
 
+    def forget_lease(self, number: LeaseId) -> None:
+        """Forget what was reported of a lease that is done: nothing more of it counts."""
+        self._reported.pop(number, None)
+
     def forget_epochs(self, ledger: Ledger) -> None:
         """Forget epochs that are over, and leases of which nothing is awaited any more."""
         self._means = {epoch: means for epoch, means in self._means.items() if ledger.is_under_way(epoch)}
@@ -358,6 +362,8 @@ class Monitors:
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
                 self._liveness.record_sign(cluster.cluster_id, event.now)
+                if isinstance(event.message, LeaseDone):
+                    self._sums.forget_lease(event.message.lease)
                 if not hub.ledger.is_training(cluster):
                     self._leases.record_idle(cluster, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
