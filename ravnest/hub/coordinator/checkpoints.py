@@ -258,8 +258,8 @@ class CheckpointPolicy:
         self.kept_loss: float | None = None  # of the best checkpoint on disk
         self._last_losses: dict[str, float] = {}  # of the last weights, by cluster_id
 
-    def begin_checkpoint(self, now: float) -> list[Send]:
-        """Begin a checkpoint that others can confirm; without any, after a while, one that nobody can."""
+    def begin_checkpoint(self, now: float, *, can_wait: bool = False) -> list[Send]:
+        """Begin a checkpoint that others can confirm; without any, if it cannot wait, one that nobody can."""
         if not self.is_calm:
             self._collector.postpone(now)
             return []
@@ -270,7 +270,7 @@ class CheckpointPolicy:
             return self._start_compared(keeper, comparison, now)
         if is_overtaken:
             return self._collector.start(keeper, now, self._ledger.books)
-        if len(self._placement.running) > 1 and self._num_postponed < _MOST_POSTPONED:
+        if can_wait and len(self._placement.running) > 1 and self._num_postponed < _MOST_POSTPONED:
             self._num_postponed += 1
             self._collector.postpone(now)
             return []
@@ -311,6 +311,11 @@ class CheckpointPolicy:
         """Ask a cluster that is drawn for the result, and others for what they hold."""
         keeper, books = self._ledger.draws.choose(self._fellows), self._ledger.books
         return self._collector.start(keeper, now, books, is_result=True, comparison=self._compare(keeper))
+
+    def start_last_evaluation(self) -> None:
+        """Have the last weights evaluated; what was said of others, before a restart, counts no more."""
+        self._last_losses = {}
+        self._ledger.start_evaluation()
 
     def record_last(self, cluster: ClusterState, results: Sequence[Evaluated]) -> None:
         """Record what a cluster found of the last weights."""

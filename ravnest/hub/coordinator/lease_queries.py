@@ -32,7 +32,7 @@ class LeaseQueries:
         return found if found is not None and found.lease is not None else None
 
     def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
+        """Return the lease under which a microbatch is or was lately trained, in an epoch under way."""
         number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
         lease = self._awaited[number - 1] if number else None
         return lease if lease is not None and microbatch in lease.microbatches else None
@@ -74,6 +74,10 @@ class LeaseQueries:
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
         return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
+
+    def is_training(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has begun samples that are to be trained."""
+        return any(lease.lease is not None for lease in self._open.of(cluster.cluster_id))
 
     def is_unfinished(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has a lease under way, or a share that is in no weights yet."""

@@ -112,6 +112,9 @@ def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[i
     return tuple(sizes)
 
 
+_MOST_CLOSED = 5_000  # leases that were closed last: of older ones nobody says anything any more
+
+
 class OpenLeases:
     """The leases under way; no number of a lease or a microbatch is used again."""
 
@@ -125,6 +128,8 @@ class OpenLeases:
         self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}  # that are begun
         self._ahead: dict[str, dict[LeaseId, OpenLease]] = {}  # that are not
         self.num_ahead = 0  # samples in those
+        self._closed: deque[LeaseId] = deque(maxlen=_MOST_CLOSED)
+        self._forget_at = 2 * _MOST_CLOSED
         self.sated: set[str] = set()  # clusters that had enough when they last got or lost a lease
 
     @property
@@ -182,6 +187,7 @@ class OpenLeases:
     def close(self, lease: OpenLease) -> None:
         """Forget a lease."""
         del self._leases[lease.number]
+        self._closed.append(lease.number)
         self.sated.discard(lease.cluster_id)
         if self._drop_ahead(lease):
             return
@@ -189,6 +195,15 @@ class OpenLeases:
         del of_cluster[lease.number]
         if not of_cluster:
             del self._by_cluster[lease.cluster_id]
+
+    def drop_closed(self, leases: list[OpenLease]) -> list[OpenLease]:
+        """Return leases without those that were closed long ago, now and then: an epoch may have millions."""
+        if len(leases) < self._forget_at:
+            return leases
+        closed = set(self._closed)
+        left = [each for each in leases if each.number in self._leases or each.number in closed]
+        self._forget_at = 2 * max(_MOST_CLOSED, len(left))
+        return left
 
     def find(self, number: LeaseId) -> OpenLease | None:
         """Return the lease of this number."""

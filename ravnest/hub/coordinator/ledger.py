@@ -80,6 +80,7 @@ class Ledger(LeaseQueries):
         self._open = OpenLeases()
         self._shares = BatchShares()
         self.num_starts = 0
+        self.is_paused = False  # also while training begins again
         self.restart()
 
     def restart(self, books: LedgerState | None = None) -> int:
@@ -103,7 +104,7 @@ class Ledger(LeaseQueries):
         self.num_updates = books.num_updates if books else 0  # of all clusters together
         self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
-        self._is_stopped, self.is_paused = False, False
+        self._is_stopped = False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
         self.has_undone = False  # since training began, or went back
         self._unconfirmed: dict[NodeId, deque[OpenLease]] = {}  # counted, by the root that said so
@@ -319,6 +320,7 @@ class Ledger(LeaseQueries):
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
         self.num_counted += num_samples
+        self._awaited = self._open.drop_closed(self._awaited)
         self._unconfirmed.setdefault(cluster.root, deque(maxlen=_MOST_UNCONFIRMED)).append(open_lease)
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained

@@ -37,7 +37,6 @@ from ravnest.hub.coordinator.notices import (
     NotCheckpointed,
     NotEvaluated,
     PauseChanged,
-    RateChanged,
     Repaired,
     ResultKept,
     ResultRefused,
@@ -49,7 +48,8 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.planner import PlanTrigger
+from ravnest.hub.coordinator.planner import PlanTrigger, order_probes
+from ravnest.hub.coordinator.progress import RateNews
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import IDLE, Inquiries
@@ -59,7 +59,6 @@ from ravnest.protocol.membership import Leave, Stop
 
 UNLIKE = "the weights that it gives are not those that most clusters hold after the same round"
 _MOST_ALARMS = 3
-_CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
 _Result = list[Action] | str  # actions, or why the event is refused
 
 
@@ -87,7 +86,7 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
-        self._told_times = 1.0  # the rate of an Adam of the requester's, in the one that was given
+        self.rate_news = RateNews(placement)
         self._num_alarms = 0  # since a checkpoint that is past the last of them
         self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
@@ -172,17 +171,15 @@ class Lifecycle:
         followed = self.recovery.repair(made)
         return told + (self.start_over(now) if followed is None else followed)
 
-    def tell_rate(self) -> list[Action]:
-        """Tell that the requester's own Adam has clearly another rate than people know."""
-        times = self.placement.rate_times
-        is_back = times == 1.0 != self._told_times
-        if not is_back and abs(times / self._told_times - 1) < _CLEAR_CHANGE:
-            return []
-        self._told_times = times
-        return [Notify(RateChanged(times, len(self.placement.clusters)))]
+    def measure(self, now: float) -> Sequence[Action]:
+        """Order probes of newcomers that nobody measured before."""
+        return order_probes(self.placement, self._job.profile, now, self._timeouts)
 
     def may_end(self, now: float) -> bool:
-        """Return whether all clusters can take part in the last round, or were waited for long enough."""
+        """Return whether all is trained, and all clusters are there for the last round or waited for."""
+        if not (self.ledger.is_finished and self.placement.running):
+            self.end_by = None
+            return False
         if self.stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
         self.end_by = now + self._timeouts.end_seconds if self.end_by is None else self.end_by
@@ -362,7 +359,7 @@ class Departures:
         if self._life.phase not in (JobPhase.TRAINING, JobPhase.AVERAGING):
             return []
         cluster = self._placement.cluster_of(name)
-        num_undone = self._ledger.undo(name if cluster is None else cluster.root)
+        num_undone = self._ledger.undo(name) + (0 if cluster is None else self._ledger.undo(cluster.root))
         return [Notify(WorkUndone(name, num_undone))] if num_undone else []
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
@@ -444,10 +441,11 @@ class Duties:
         if phase in (JobPhase.TRAINING, JobPhase.AVERAGING):
             times.append(self._spot_checks.due)
         if phase is JobPhase.TRAINING:
-            times += [life.stop_by, life.end_by, self._checkpoints.due(self._checkpoint_every)]
-            is_repaired = self._may_repair(now)
-            times.append(self._plan_trigger.repair_due(self._recovery.is_urgent) if is_repaired else None)
-            times.append(self._recovery.backups.due if life.stop_by is None else None)
+            times += [life.stop_by, life.end_by]
+            if life.stop_by is None:
+                times += [self._checkpoints.due(self._checkpoint_every), self._recovery.backups.due]
+            if self._may_repair(now):
+                times.append(self._plan_trigger.repair_due(self._recovery.is_urgent))
         return min((time for time in times if time is not None), default=None)
 
     def wants_round(self, num_updates: int, now: float) -> bool:
@@ -461,7 +459,7 @@ class Duties:
         """Do what is due in this phase; a duty may bring the job into its next one."""
         if not self._life.has_begun:
             return []
-        actions = self._recovery.roll_out()
+        life, actions = self._life, self._recovery.roll_out()
         if self._recovery.is_rolling_out:
             return actions
         duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
@@ -472,10 +470,11 @@ class Duties:
             ((JobPhase.EVALUATING,), self._evaluate),
             ((JobPhase.KEEPING,), self._collect_result),
             ((JobPhase.TRAINING, JobPhase.EVALUATING), self._retain_inquiries),
+            ((JobPhase.COLLECTING,), life.measure),  # perhaps training has just begun again
         )
         self._spot_checks.expire(now)
         for phases, duty in duties:
-            if self._life.phase in phases:
+            if life.phase in phases:
                 actions += duty(now)
         return actions
 
@@ -502,9 +501,9 @@ class Duties:
             return actions
         if not self._placement.is_exact:
             actions += life.report(self._ledger.end_exact(self._placement.running))
-        actions += life.tell_rate()
+        actions += life.rate_news.tell()
         actions += self._ledger.fill(self._placement, self._checkpoints.held)
-        if self._ledger.is_finished and self._placement.running and life.may_end(now):
+        if life.may_end(now):
             life.enter(JobPhase.AVERAGING)
             self._recovery.forget_held()
         elif life.stop_by is None:
@@ -536,8 +535,9 @@ class Duties:
         if fault is not None:
             actions += [Notify(NotCheckpointed(fault))] if fault else []
             actions += self._ledger.fill(self._placement)
-        if self._checkpoints.is_time(self._checkpoint_every, now) or self._recovery.wants_last():
-            actions += self.policy.begin_checkpoint(now)
+        is_time = self._checkpoints.is_time(self._checkpoint_every, now)
+        if is_time or self._recovery.wants_last():
+            actions += self.policy.begin_checkpoint(now, can_wait=is_time)
         return actions
 
     def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
@@ -570,7 +570,7 @@ class Duties:
                 return [*actions, *undone, *self._average(now)]
         if self._spot_checks.is_waiting(now):
             return actions
-        self._ledger.start_evaluation()
+        self.policy.start_last_evaluation()
         self._life.enter(JobPhase.EVALUATING)
         return actions
 

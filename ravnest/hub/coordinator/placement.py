@@ -345,7 +345,8 @@ class Placement:
     def mark_ready(self, name: NodeId) -> ClusterState | str:
         """Record that a stage is built; return its cluster, or why that was not awaited."""
         cluster = self.cluster_of(name)
-        if cluster is None or name not in cluster.unready:
+        is_new = self.membership[name].present_phase in (NodePhase.PROBING, NodePhase.SPARE)  # it came back
+        if cluster is None or is_new or name not in cluster.unready:
             return f"{name} has no stage to get ready"
         stage = next(stage for stage in cluster.cluster.stages if stage.node == name)
         cluster.unready.remove(name)

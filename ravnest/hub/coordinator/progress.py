@@ -21,7 +21,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
 )
 from ravnest.hub.coordinator.leases import OpenLease
-from ravnest.hub.coordinator.notices import MicrobatchDropped, SamplesDropped
+from ravnest.hub.coordinator.notices import MicrobatchDropped, RateChanged, SamplesDropped
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import RoundId
@@ -199,6 +199,26 @@ class ClusterProgress:
     def _of(self, cluster: ClusterState) -> Progress:
         fresh = Progress(cluster.version, self._position, agreed_version=cluster.version)
         return self._progress.setdefault(cluster.cluster_id, fresh)
+
+
+_CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
+
+
+class RateNews:
+    """Tells that the requester's own Adam has clearly another rate than people know."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._told_times = 1.0  # its rate, in the one that was given
+
+    def tell(self) -> list[Notify]:
+        """Return what is to be told, if there is anything."""
+        times = self._placement.rate_times
+        is_back = times == 1.0 != self._told_times
+        if not is_back and abs(times / self._told_times - 1) < _CLEAR_CHANGE:
+            return []
+        self._told_times = times
+        return [Notify(RateChanged(times, len(self._placement.clusters)))]
 
 
 def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Recovered,
 )
-from ravnest.hub.coordinator.phases import ClusterPhase
+from ravnest.hub.coordinator.phases import ClusterPhase, NodePhase
 from ravnest.hub.coordinator.placement import SLICE, ClusterState, Placement, PlanChange
 from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.hub.coordinator.snapshots import BackupPolicy, SnapshotDesk
@@ -169,7 +169,12 @@ class Recovery:
         return [action for actions in broken for action in actions]
 
     def needs(self, name: NodeId) -> bool:
-        """Return whether a node has a stage, or state that others are still to get."""
+        """Return whether a node has a stage, or state that others are still to get.
+
+        One that is measured has come back as new: it has nothing, though its name is still in the plan.
+        """
+        if self._membership[name].present_phase is NodePhase.PROBING:
+            return False
         return self._placement.cluster_of(name) is not None or self._sources.is_source(name)
 
     def begin_leave(self, name: NodeId, reason: str, now: float) -> list[Action]:

@@ -19,7 +19,7 @@ from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.leases import OpenLease
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.ids import LeaseId
-from ravnest.protocol.training import LeaseDone, LeaseGrant
+from ravnest.protocol.training import LeaseBegin, LeaseDone, LeaseGrant
 
 _TIMES = 5.0  # what is foreseen, as far as others reach that: plans err, and some state less than they have
 _LEAST_OTHERS = 2  # that are slower than foreseen, before a third is thought to be
@@ -39,10 +39,12 @@ class _Work:
     num_first: int
     allowed: float  # samples that it can have trained and has not counted, at `filled_at`
     num_samples: int = 0
+    idle_since: float | None = None  # while it has no lease; that time says nothing of its speed
 
     def ratio(self, cluster: ClusterState, now: float) -> float | None:
         """Return how many times what was foreseen it can train at most: it may be about to end a lease."""
-        foreseen = cluster.samples_per_second * (now - self.began_at)
+        until = now if self.idle_since is None else self.idle_since
+        foreseen = cluster.samples_per_second * (until - self.began_at)
         return (self.num_samples + self.num_first) / foreseen if foreseen > 0 else None
 
 
@@ -88,13 +90,24 @@ class LeaseChecks:
             work.allowed += _AWAY_TIMES * cluster.samples_per_second * seconds
             self.touch(cluster.cluster_id)
 
-    def record_grant(self, cluster: ClusterState | None, grant: LeaseGrant, now: float) -> None:
-        """Record when a cluster got its first lease."""
+    def record_grant(self, cluster: ClusterState | None, grant: LeaseGrant | LeaseBegin, now: float) -> None:
+        """Record when a cluster got its first lease, and that it has work again."""
         if cluster is None:
             return
-        num_samples = sum(grant.num_samples)
-        begun = _Work(now, now, num_samples, float(_BURST * num_samples))
-        self._work.setdefault(cluster.cluster_id, begun)
+        if isinstance(grant, LeaseGrant):
+            num_samples = sum(grant.num_samples)
+            begun = _Work(now, now, num_samples, float(_BURST * num_samples))
+            self._work.setdefault(cluster.cluster_id, begun)
+        work = self._work.get(cluster.cluster_id)
+        if work is not None and work.idle_since is not None:
+            work.began_at += now - work.idle_since
+            work.idle_since = None
+
+    def record_idle(self, cluster: ClusterState, now: float) -> None:
+        """Record that a cluster has nothing to train, as in a pause."""
+        work = self._work.get(cluster.cluster_id)
+        if work is not None and work.idle_since is None:
+            work.idle_since = now
 
     def hold(self, hub: Coordinator, event: Received, done: LeaseDone) -> bool:
         """Hold what a root says, if it is of an open lease of its cluster and cannot count yet."""

@@ -65,7 +65,7 @@ from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, FetchProgress, SnapshotMade, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, LeaseBegin, LeaseDone, LeaseGrant, StepReport
 
 _NO_LOSS: float | None = None
 
@@ -183,6 +183,10 @@ class ReportSums:
     def reported(self, number: LeaseId) -> set[MicrobatchId]:
         """Return the microbatches of a lease that its leaf has reported."""
         return self._reported.get(number, set())
+
+    def forget_lease(self, number: LeaseId) -> None:
+        """Forget what was reported of a lease that is done: nothing more of it counts."""
+        self._reported.pop(number, None)
 
     def forget_epochs(self, ledger: Ledger) -> None:
         """Forget epochs that are over, and leases of which nothing is awaited any more."""
@@ -352,12 +356,16 @@ class Monitors:
             match action:
                 case Notify():
                     self._observe_notice(hub, action)
-                case Send(root, LeaseGrant(is_evaluation=False) as grant):
+                case Send(root, LeaseGrant(is_evaluation=False) | LeaseBegin() as grant):
                     self._leases.record_grant(hub.placement.cluster_of(root), grant, event.now)
         if isinstance(event, Received) and isinstance(event.message, _SIGNS_OF_LIFE):
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
                 self._liveness.record_sign(cluster.cluster_id, event.now)
+                if isinstance(event.message, LeaseDone):
+                    self._sums.forget_lease(event.message.lease)
+                if not hub.ledger.is_training(cluster):
+                    self._leases.record_idle(cluster, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
                     self._leases.touch(cluster.cluster_id)
                     self._guard.record_dropped(cluster.cluster_id, event.sender, event.message.reason)

@@ -1,11 +1,22 @@
 """Whose weights are kept: drawn, confirmed by others, and never far worse than the best."""
 
+from dataclasses import replace
+
 from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, true_loss
 from support.hub_world import check_replay
 
-from ravnest.hub.coordinator.events import Collect
-from ravnest.hub.coordinator.notices import BestIsResult, Checkpointed, Evaluated, NotCheckpointed, RoundEnded
+from ravnest.hub.coordinator.events import CheckpointAsked, Collect
+from ravnest.hub.coordinator.notices import (
+    BestIsResult,
+    Checkpointed,
+    Evaluated,
+    NotCheckpointed,
+    RoundEnded,
+    WorkLost,
+)
 from ravnest.hub.coordinator.phases import JobPhase
+from ravnest.protocol.placement import SnapshotOrder
+from ravnest.protocol.training import StepReport
 
 
 def collected(world):
@@ -99,3 +110,64 @@ def test_one_cluster_that_says_so_does_not_have_the_result_replaced():
         assert not world.told(BestIsResult)
         assert world.finish.parts
     assert true_loss(1) != true_loss(2)
+
+
+def test_one_cluster_that_says_so_twice_does_not_have_the_result_replaced():
+    """It is drawn before and after a restart of the hub."""
+    world = AttackWorld(0, num_samples=160, epochs=3, num_validation=8)
+
+    def lie(message):
+        is_last = world.hub.phase is JobPhase.EVALUATING and isinstance(message, StepReport)
+        return [replace(message, loss=1000.0) if is_last and message.loss is not None else message]
+
+    world.lie = lie
+    world.run_until(lambda: world.told(Evaluated) and world.told(Evaluated)[-1].loss == 1000.0)
+    world.random.choice = lambda _: 0.5
+    world.restart()
+    world.run()
+    assert [news.loss for news in world.told(Evaluated)].count(1000.0) == 2
+    assert not world.told(BestIsResult)
+    assert world.finish.parts
+    check_replay(world)
+
+
+def untold_of_each_other(**changes):
+    """Four clusters that train, and have no average yet that one could confirm of another."""
+    world = AttackWorld(0, **({"average_every": 1000, "checkpoint_every": None, "epochs": 40} | changes))
+    world.run_until(lambda: len(world.ledger) > 20)
+    assert len(world.hub.clusters) == 4
+    return world
+
+
+def test_who_asks_for_a_checkpoint_gets_one_before_there_is_an_average():
+    world = untold_of_each_other()
+    world.feed(CheckpointAsked(world.now))
+    world.run(until=world.now + 3.0)
+    assert len(world.told(Checkpointed)) == 1
+
+
+def test_what_all_take_away_is_kept_before_there_is_an_average():
+    world = untold_of_each_other(keeps_last=True)
+    for name in (*HONEST, LIAR):
+        world.leave(name)
+    world.run(until=world.now + 30.0)
+    assert len(world.told(Checkpointed)) == 1
+    assert not world.told(WorkLost)
+    check_replay(world)
+
+
+def test_a_job_that_is_stopped_while_a_checkpoint_is_awaited_does_not_look_for_it_again_and_again():
+    world = AttackWorld(0, names="a", num_validation=0, checkpoint_every=1000.0, epochs=40)
+    world.run_until(lambda: len(world.ledger) > 4)
+    deliver = world.deliver
+
+    def forget(peer, message):
+        if not isinstance(message, SnapshotOrder) or message.is_final:
+            deliver(peer, message)
+
+    world.deliver = forget
+    world.slow("a", 300.0)
+    world.feed(CheckpointAsked(world.now))
+    world.at(world.now + 110.0, world.stop)
+    world.run()  # the world checks that no Tick comes again for ever
+    assert world.is_finished

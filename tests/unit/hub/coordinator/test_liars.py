@@ -6,13 +6,31 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job
 from support.plan_world import node
 
-from ravnest.hub.coordinator.events import PeerJoined, Received, Send
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Left, WorkLost
+from ravnest.hub.coordinator.checks import Verdict
+from ravnest.hub.coordinator.events import (
+    CheckpointAsked,
+    Collected,
+    PeerJoined,
+    PeerLeft,
+    PlanMade,
+    Received,
+    Send,
+)
+from ravnest.hub.coordinator.notices import (
+    ClusterStarted,
+    EpochDone,
+    Evaluated,
+    Left,
+    WorkLost,
+    WorkUndone,
+)
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
 from ravnest.net.identity import Token, greet, new_keys
+from ravnest.plan.assembly import form_rings
+from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
 from ravnest.protocol.placement import BlobRef, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
@@ -41,6 +59,20 @@ def test_a_stage_that_nobody_was_given_is_not_ready():
     (cluster,) = world.hub.clusters
     for name in cluster.nodes:
         assert "nobody told it to build" in lie(world, name, StageReady(cluster.build_id))
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_who_comes_back_as_new_is_not_ready_with_the_stage_that_it_had():
+    world = world_of("abc")
+    build, world.build_stage = world.build_stage, lambda *_: None
+    world.run_until(lambda: any(peer.order and peer.order.stage for peer in world.peers.values()))
+    world.run(until=world.now + 2.0)
+    world.build_stage, name = build, world.hub.clusters[0].root
+    world.feed(PeerLeft(name, "its link broke", world.now))
+    world.join_now(name, 150.0)
+    assert "no stage to get ready" in lie(world, name, StageReady(world.hub.placement.build_id(name)))
     world.run()
     assert world.is_finished
     check_replay(world)
@@ -184,4 +216,38 @@ def test_who_finds_fault_with_every_source_goes_and_the_others_are_believed_agai
     assert spare in [news.node for news in world.told(Left)]
     assert not world.told(WorkLost)
     assert not world.hub._recovery._sources._useless
+    check_replay(world)
+
+
+class Regrouping:
+    """Plans a cluster for each node; from the second plan on d is behind a."""
+
+    def make_plan(self, given, asked, now):
+        shapes = [(Stage(each.name, 0, 6),) for each in asked.nodes]
+        if asked.repairs is not None:
+            others = [each for each in shapes if each[0].node not in ("a", "d")]
+            shapes = [(Stage("a", 0, 3), Stage("d", 3, 6)), *others]
+        clusters = tuple(map(Cluster, shapes))
+        rings = form_rings(clusters, {each.name: each for each in asked.nodes})
+        return PlanMade(asked.plan_id, Plan(asked.plan_id, 0, clusters, rings, ()), 1, "", now)
+
+
+def test_what_a_liar_counted_as_the_root_of_another_cluster_is_trained_again_too():
+    given = job(num_validation=0, epochs=20, average_every=1000)
+    world = HubWorld(given, planner=Regrouping())
+    world.join(*"abd", memory_mb=900.0)
+    ledger = world.hub.ledger
+    world.run_until(lambda: ledger.num_unconfirmed("d") > 20)
+    world.join("e", memory_mb=900.0)
+    world.run_until(lambda: len(world.told(ClusterStarted)) > 4)
+    assert world.hub.placement.cluster_of("d").root == "a"
+    orders = []
+    world.keep_checkpoint = orders.append
+    world.feed(CheckpointAsked(world.now))
+    world.run_until(lambda: orders)
+    assert ledger.num_unconfirmed("d") > 20, "since it had a cluster of its own"
+    world.counted_by["d"] = [*world.counted_by["a"], *world.counted_by["d"]]  # it spoilt all of it
+    world.feed(Collected(orders[0].number, world.now, "it is not what others hold", Verdict(1, ("d",))))
+    assert [news.node for news in world.told(WorkUndone)] == ["d"]
+    assert ledger.num_unconfirmed("d") == 0
     check_replay(world)

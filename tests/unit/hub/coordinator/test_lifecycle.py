@@ -3,22 +3,26 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, Trouble, job
+from support.attack_world import AttackWorld
+from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     MakePlan,
     Notify,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PeerReturned,
     PlanMade,
+    Received,
     Restarted,
     Send,
 )
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import (
+    Checkpointed,
     ClusterStarted,
     Joined,
     Left,
@@ -26,10 +30,13 @@ from ravnest.hub.coordinator.notices import (
     Recovered,
     Repaired,
     Waiting,
+    WorkLost,
+    WorkUndone,
 )
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.planner import PlanTrigger
-from ravnest.protocol.membership import Fact
+from ravnest.protocol.membership import Fact, Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
 
@@ -147,3 +154,63 @@ def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():
     world.join("x", "y", "z")
     world.run_until(lambda: len(world.told(PlanFormed)) == 2)
     assert world.now == pytest.approx(begun_at + 5.0), "when it was quiet for a while"
+
+
+def test_a_pause_lasts_while_training_begins_again():
+    world = trained("a", 250.0, checkpoint_every=2.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    world.feed(PauseAsked(True, world.now))
+    world.kill("a")
+    world.join("b", memory_mb=250.0, at=world.now + 5.0)
+    num_before = len(world.told(ClusterStarted))
+    world.run_until(lambda: len(world.told(ClusterStarted)) > num_before)
+    world.run(until=world.now + 100.0)
+    assert not world.open_leases
+    assert world.hub.ledger.is_paused
+    world.feed(PauseAsked(False, world.now))
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_what_is_trained_again_after_the_wait_for_the_last_round_is_waited_for_quietly():
+    world = AttackWorld(0, num_validation=0, checkpoint_every=None, average_every=100)
+    world.liar_again = lambda microbatch: 1000.0 + microbatch
+    world.run_until(lambda: len(world.ledger) > 900)
+    world.kill("a")
+    build = world.build_stage
+    world.build_stage = lambda *given: world.after(25.0, build, *given)
+    world.join("e", memory_mb=900.0)  # the others wait for it, then the liar is found
+    world.run_until(lambda: world.told(WorkUndone))
+    for name in world.peers:
+        world.slow(name, 6.0)
+    world.run()  # the world checks that no Tick comes again for ever
+    assert world.is_finished
+    assert set(world.ledger.values()) == {1}
+
+
+def test_who_comes_back_as_new_and_leaves_before_it_is_measured_goes_at_once():
+    world = trained("abc", 250.0)
+    root = world.hub.clusters[0].root
+    world.trouble.guessed = tuple(Fact)
+    world.join_now(root, 250.0)
+    assert world.hub.clusters[0].is_broken, "the plan has it still"
+    world.feed(Received(root, Leave(0, "Ctrl-C", can_hand_over=True), world.now))
+    assert world.told(Left)[-1] == Left(root, "Ctrl-C")
+    world.trouble.guessed = ()
+    world.join("d", memory_mb=250.0)
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_who_came_while_the_result_was_awaited_is_measured_when_training_begins_again():
+    world = trained("ab", 150.0, epochs=1)
+    world.run_until(lambda: world.hub.phase is JobPhase.KEEPING)
+    world.muted = {world.hub.clusters[0].root}
+    world.trouble.guessed = tuple(Fact)
+    world.join("c", memory_mb=250.0)
+    world.run()
+    assert world.told(WorkLost)
+    assert world.is_finished, "nothing else happens that would wake the hub"
+    check_replay(world)

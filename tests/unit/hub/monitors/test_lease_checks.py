@@ -1,10 +1,11 @@
 """A lease counts when all of it is reported, and no sooner than it can be trained."""
 
+import pytest
 from support.attack_world import HONEST, LIAR, AttackWorld
 from support.hub_world import HubWorld, check_replay, job
 
-from ravnest.hub.coordinator.events import Received
-from ravnest.hub.coordinator.notices import EpochDone
+from ravnest.hub.coordinator.events import PauseAsked, Received
+from ravnest.hub.coordinator.notices import ClusterBroken, EpochDone
 from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
 
 
@@ -68,3 +69,20 @@ def test_a_cluster_that_is_too_fast_counts_no_more_than_some_times_what_others_d
     assert counted[LIAR] < 8 * max(counted[name] for name in HONEST)
     assert counted[LIAR] > max(counted[name] for name in HONEST), "it may be faster than others"
     assert not world.evicted, "to be fast is no fault"
+
+
+@pytest.mark.parametrize("reserve_seconds", [0.0, 120.0])
+def test_a_long_pause_says_nothing_of_how_fast_clusters_are(reserve_seconds):
+    def train(paused_seconds):
+        facts = {"num_validation": 0, "checkpoint_every": None, "reserve_seconds": reserve_seconds}
+        world = AttackWorld(0, **facts)
+        world.run_until(lambda: len(world.ledger) > 200)
+        world.feed(PauseAsked(True, world.now))
+        world.run(until=world.now + 10.0)
+        before = world.now = world.now + paused_seconds
+        world.feed(PauseAsked(False, world.now))
+        world.run()
+        assert not world.told(ClusterBroken)
+        return world.now - before
+
+    assert train(8 * 3600.0) == pytest.approx(train(0.0), rel=0.2)
