@@ -45,7 +45,6 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import (
-    Checkpointed,
     FromCheckpoint,
     Joined,
     Left,
@@ -443,12 +442,11 @@ class HubWorld:
 
     def keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
-        before = len(self.told(Checkpointed))
         unlike, verdict = self._judge(order)
-        self.feed(Collected(order.number, self.now, unlike or fault, verdict))
-        if len(self.told(Checkpointed)) > before:
+        if not (unlike or fault):  # it is on disk, whatever became of its cluster meanwhile
             self.checkpoint, self.books = order.number, order.books
             self.saved = counted(self.given.settings, order.books)
+        self.feed(Collected(order.number, self.now, unlike or fault, verdict))
 
     def _check_sent(self, order):  # noqa: C901 - one short case for each
         assert order.to in self.known

@@ -35,6 +35,14 @@ class Comparison:
     anchor_round: RoundId | None  # whose average it is; None: their live weights are the same
 
 
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """What the requester's side was told to fetch and write; its cluster may be gone before that is done."""
+
+    collect: Collect
+    started_at: float
+
+
 class CheckpointCollector:
     """Numbered attempts to collect one cluster's state, with what others say of theirs."""
 
@@ -45,7 +53,8 @@ class CheckpointCollector:
         self._books: LedgerState | None = None  # of what is under way
         self._is_result = False  # that, and no checkpoint
         self._evaluated: Evaluated | None = None  # its state, if it was just evaluated
-        self._results: dict[int, Collect] = {}  # that were ordered, by attempt
+        self._ordered: dict[int, _Ordered] = {}  # and not answered yet, by attempt
+        self._outdated: set[int] = set()  # of those, begun before training began again
         self._comparison: Comparison | None = None
         self._sketches: dict[str, dict[NodeId, tuple[SketchRow, ...] | None]] = {}  # by cluster_id
         self._is_ordered = False  # all that is to be collected is known
@@ -205,8 +214,7 @@ class CheckpointCollector:
         if self._comparison is not None:
             said = tuple(NodeSketch(name, rows) for name, rows in sketches if rows)
             order = replace(order, key=self._comparison.key, others=said)
-        if self._is_result:
-            self._results[self._attempt] = order
+        self._ordered[self._attempt] = _Ordered(order, self._started_at)
         return [order]
 
     @property
@@ -216,30 +224,41 @@ class CheckpointCollector:
             return False
         return any(made.anchor_round != self._comparison.anchor_round for made in self._kept.values())
 
-    def find_result(self, number: int) -> Collect | None:
-        """Return the order that collected the result, also if its cluster is gone by now."""
-        return self._results.get(number)
+    def find_ordered(self, number: int) -> Collect | None:
+        """Return the order of this number whose end is awaited, also if its cluster is gone by now."""
+        found = self._ordered.get(number)
+        return None if found is None else found.collect
 
-    def find_evaluated(self, number: int) -> Evaluated | None:
-        """Return the evaluation of the checkpoint of this number, if it is the one under way."""
-        return self._evaluated if number == self._attempt else None
+    def begin_again(self) -> None:
+        """Record that training begins again: what is still being written is of what came before."""
+        self._outdated |= self._ordered.keys()
 
-    def has_asked_for(self, number: int) -> bool:
-        """Return whether this is the Collect whose end is awaited."""
-        return self._is_complete and self._is_ordered and number == self._attempt
+    def is_outdated(self, number: int) -> bool:
+        """Return whether a checkpoint is on disk from which training did not begin again."""
+        return number in self._outdated
+
+    def forget_ordered(self) -> None:
+        """Wait for nothing that was ordered: who was to write it is no more."""
+        self._ordered, self._outdated = {}, set()
 
     def withdraw_result(self, number: int) -> None:
         """Begin again with the result: what was collected is not what others hold."""
-        del self._results[number]
+        del self._ordered[number]
         self._keeper = None
 
-    def end(self, now: float) -> tuple[LedgerState, float]:
-        """End a checkpoint, kept or not; return what was trained then, and the seconds it took."""
-        assert self._books is not None
+    def end(self, now: float) -> None:
+        """End the checkpoint that is under way, kept or not."""
         seconds = now - self._started_at
         self._keeper, self._next_at = None, now + max(self._every, PAUSE_TIMES * seconds)
         self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
-        return self._books, seconds
+
+    def end_ordered(self, number: int, now: float) -> tuple[LedgerState, float]:
+        """End one that was written, or failed; return what was trained then, and the seconds it took."""
+        ended = self._ordered.pop(number)
+        self._outdated.discard(number)
+        if number == self._attempt:
+            self.end(now)
+        return ended.collect.books, now - ended.started_at
 
     @property
     def _is_complete(self) -> bool:

@@ -339,12 +339,12 @@ class Coordinator:
 
     def _end_collection(self, collected: Collected) -> _Result:
         """Go on when something is on disk, or is not what most clusters hold; send those away that lied."""
-        evaluated = self._checkpoints.find_evaluated(collected.number)
+        ordered = self._checkpoints.find_ordered(collected.number)
         ended = self._life.end_collection(collected, self.now)
         if isinstance(ended, str):
             return ended
-        if evaluated is not None and not collected.fault:
-            self._duties.policy.kept_loss = evaluated.loss
+        if ordered is not None and ordered.evaluated is not None and not collected.fault:
+            self._duties.policy.kept_loss = ordered.evaluated.loss
         return [*ended, *self._departures.evict_convicted(collected.verdict.unlike, UNLIKE, self.now)]
 
     # Messages of stages.

@@ -225,6 +225,7 @@ class Lifecycle:
         actions = self.end_round(self.rounds.cancel("training begins again", now))
         for cluster in self.placement.clusters:
             self.checkpoints.drop(cluster)
+        self.checkpoints.begin_again()
         actions += self.placement.dissolve(self.placement.clusters)
         had_undone = self.ledger.has_undone  # a checkpoint may count what was undone since
         lost = self.ledger.restart(self.recovery.saved)
@@ -242,10 +243,8 @@ class Lifecycle:
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
         if self.recovery.saved is None:
-            return [
-                *actions,
-                Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
-            ]
+            told = "the job was stopped when there was nothing to keep, no checkpoint either"
+            return [*actions, Abandon(told)]
         trained = self.ledger.trained
         return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
 
@@ -257,23 +256,24 @@ class Lifecycle:
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
         """Go on when something is on disk: a checkpoint, or the result, also if nodes have left meanwhile."""
-        result = self.checkpoints.find_result(collected.number)
-        if result is not None and collected.fault and self.phase is not JobPhase.FINISHED:
+        ordered = self.checkpoints.find_ordered(collected.number)
+        if ordered is None or self.phase is JobPhase.FINISHED:
+            return f"nobody asked to collect number {collected.number}"
+        if ordered.is_result and collected.fault:
             return self._refuse_result(collected)
-        if result is not None and self.phase is not JobPhase.FINISHED:
+        if ordered.is_result:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
-                self.ledger.restart(result.books)
+                self.ledger.restart(ordered.books)
             self.enter(JobPhase.FINISHED)
             stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
             told = Notify(ResultKept(collected.verdict.num_agreeing))
-            return [told, *stops, Finish(result.parts, tuple(self.ledger.history))]
-        if result is not None or not self.checkpoints.has_asked_for(collected.number):
-            return f"nobody asked to collect number {collected.number}"
+            return [told, *stops, Finish(ordered.parts, tuple(self.ledger.history))]
+        is_outdated = self.checkpoints.is_outdated(collected.number)
         kept = self.recovery.end_checkpoint(collected, now)
-        saved = self.recovery.saved
-        if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+        if not collected.fault and ordered.books.num_counted > self._alarmed_at:
             self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
-        return kept
+        # Stages are made of what is on disk, so the books have to be those of it.
+        return [*kept, *self.start_over(now)] if is_outdated and not collected.fault else kept
 
     def hand_in_best(self) -> list[Action]:
         """End with the best checkpoint: clusters agree that the last weights are far worse."""

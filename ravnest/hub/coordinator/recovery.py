@@ -161,6 +161,7 @@ class Recovery:
         Until then clusters train what they have, and what they have trained counts.
         """
         self.saved = books
+        self._checkpoints.forget_ordered()
         self._membership.mark_all_missing(now + self._timeouts.return_seconds)
         self._placement.forget_parts()
         self._ledger.stand_still(self._placement.clusters)
@@ -284,7 +285,7 @@ class Recovery:
 
     def end_checkpoint(self, collected: Collected, now: float) -> list[Action]:
         """Go on from what is on disk now, if it comes to that."""
-        books, seconds = self._checkpoints.end(now)
+        books, seconds = self._checkpoints.end_ordered(collected.number, now)
         if collected.fault:
             return [Notify(NotCheckpointed(collected.fault))]
         self.saved = books

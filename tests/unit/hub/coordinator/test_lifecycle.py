@@ -24,6 +24,7 @@ from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterStarted,
+    FromCheckpoint,
     Joined,
     Left,
     PlanFormed,
@@ -213,4 +214,26 @@ def test_who_came_while_the_result_was_awaited_is_measured_when_training_begins_
     world.run()
     assert world.told(WorkLost)
     assert world.is_finished, "nothing else happens that would wake the hub"
+
+
+@pytest.mark.parametrize("seconds", [5.0, 30.0])
+def test_a_checkpoint_that_is_written_after_its_cluster_has_gone_is_gone_on_from(seconds):
+    world = trained("a", 250.0, checkpoint_every=2.0)
+    keep, written = world.keep_checkpoint, []
+
+    def write_slowly(order):
+        written.append(order.books.num_counted)
+        world.keep_checkpoint = keep
+        world.after(seconds, keep, order)
+
+    world.keep_checkpoint = write_slowly
+    world.run_until(lambda: written)
+    world.kill("a")
+    world.join("b", memory_mb=250.0, at=world.now + 10.0)
+    world.run_until(lambda: world.told(FromCheckpoint))
+    assert world.told(WorkLost)
+    assert world.hub.ledger.num_counted == written[0]
+    world.run()
+    assert world.is_finished
+    assert set(world.ledger.values()) == {1}
     check_replay(world)

@@ -57,12 +57,12 @@ def test_with_the_last_answer_all_are_fetched_in_the_order_of_the_line(keeping, 
     assert (names, is_final) == ("ab", {False})
     assert not keeping.is_time(60.0, 500.0), "one at a time"
     assert answer("b", number) == []
-    assert not keeping.has_asked_for(number)
+    assert keeping.find_ordered(number) is None
     (collect,) = answer("a", number)
     assert (collect.number, collect.books) == (number, BOOKS)
     assert [(part.start, part.stop, part.node) for part in collect.parts] == [(0, 3, "a"), (3, 6, "b")]
-    assert keeping.has_asked_for(number)
-    assert not keeping.has_asked_for(number + 1)
+    assert keeping.find_ordered(number) is collect
+    assert keeping.find_ordered(number + 1) is None
 
 
 def test_only_what_was_asked_of_whom_it_was_asked_and_once(keeping, clusters, answer):
@@ -82,10 +82,26 @@ def test_only_what_was_asked_of_whom_it_was_asked_and_once(keeping, clusters, an
 @pytest.mark.parametrize(("seconds", "pause"), [(2.0, 60.0), (6.0, 60.0), (7.0, 70.0)])
 def test_between_two_lies_a_period_or_ten_times_what_one_takes(keeping, clusters, answer, seconds, pause):
     keeping.is_time(60.0, 160.0)
-    keeping.start(clusters[0], 160.0, BOOKS)
-    assert keeping.end(160.0 + seconds) == (BOOKS, seconds)
+    number, _, _ = asked(keeping.start(clusters[0], 160.0, BOOKS))
+    for name in "ab":
+        answer(name, number)
+    assert keeping.end_ordered(number, 160.0 + seconds) == (BOOKS, seconds)
+    assert keeping.find_ordered(number) is None
     assert not keeping.is_under_way
     assert keeping.due(60.0) == 160.0 + seconds + pause
+
+
+def test_one_that_is_written_counts_although_its_cluster_has_gone_and_ends_no_other(
+    keeping, clusters, answer
+):
+    first, _, _ = asked(keeping.start(clusters[0], 160.0, BOOKS))
+    for name in "ab":
+        answer(name, first)
+    keeping.drop(clusters[0])
+    keeping.start(clusters[1], 170.0, BOOKS)
+    assert keeping.end_ordered(first, 175.0) == (BOOKS, 15.0)
+    assert keeping.is_under_way
+    assert not keeping.is_outdated(first)
 
 
 def test_one_that_is_not_worth_it_is_put_off_by_a_period(keeping):
@@ -107,7 +123,7 @@ def test_who_does_not_answer_is_named_and_who_only_is_fetched_slowly_is_not(keep
         answer(name, number)
     assert keeping.due(60.0) is None
     assert keeping.expire(9999.0) is None
-    assert keeping.has_asked_for(number)
+    assert keeping.find_ordered(number) is not None
 
 
 def test_the_result_takes_the_place_of_a_checkpoint_and_is_not_given_up(keeping, clusters, answer):
