@@ -42,6 +42,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     Stopped,
     Tick,
+    WithdrawCollect,
 )
 from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import (
@@ -169,6 +170,7 @@ class HubWorld:
         self._begin()
         self.now = 0.0
         self.news, self.refusals, self.finish, self.results = [], [], None, []
+        self.withdrawn = set()
         self.peers, self.known, self.told_epoch = {}, set(), {}
         self.queue, self.order_of = [], count()
         self.ledger = Counter()
@@ -377,7 +379,7 @@ class HubWorld:
             case Stopped():
                 self.is_stopped = True
 
-    def _carry_out(self, order):  # noqa: C901 - one short case for each
+    def _carry_out(self, order):  # noqa: C901, PLR0915 - one short case for each
         match order:
             case Send():
                 self._check_sent(order)
@@ -413,6 +415,8 @@ class HubWorld:
                 self.after(0.5, self._in_session(), self._inspect, order)
             case Collect():
                 self._collect(order)
+            case WithdrawCollect(number):
+                self.withdrawn.add(number)
             case Notify():
                 self._hear(order.notice)
             case Finish():
@@ -442,6 +446,7 @@ class HubWorld:
 
     def keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
+        fault = "training went back" if order.number in self.withdrawn else fault
         unlike, verdict = self._judge(order)
         if not (unlike or fault):  # it is on disk, whatever became of its cluster meanwhile
             self.checkpoint, self.books = order.number, order.books

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checks import NodeSketch, is_far_above
-from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
+from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send, WithdrawCollect
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import Evaluated
@@ -229,9 +229,11 @@ class CheckpointCollector:
         found = self._ordered.get(number)
         return None if found is None else found.collect
 
-    def begin_again(self) -> None:
-        """Record that training begins again: what is still being written is of what came before."""
+    def begin_again(self, *, has_gone_wrong: bool) -> list[WithdrawCollect]:
+        """Record that training begins again; what is still fetched then may be of what went wrong."""
         self._outdated |= self._ordered.keys()
+        pending = [number for number, each in self._ordered.items() if not each.collect.is_result]
+        return [WithdrawCollect(number) for number in pending] if has_gone_wrong else []
 
     def is_outdated(self, number: int) -> bool:
         """Return whether a checkpoint is on disk from which training did not begin again."""

@@ -506,6 +506,13 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawCollect:
+    """An action: do not keep what this Collect fetches; Collected has that as its fault."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """An action: tell a peer that is no member any more that it may go, or must for what it did."""
 
@@ -546,6 +553,7 @@ Action = (
     | SendFields
     | InspectSamples
     | Collect
+    | WithdrawCollect
     | Notify
     | Finish
     | Abandon

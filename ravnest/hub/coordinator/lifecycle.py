@@ -211,7 +211,7 @@ class Lifecycle:
         has_checkpoint = self.recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
         if self._num_alarms <= _MOST_ALARMS:
-            return [told, *(self.start_over(now) if has_checkpoint else [])]
+            return [told, *(self.start_over(now, has_gone_wrong=True) if has_checkpoint else [])]
         self.ledger.stop()
         self.ledger.give_up_leases()
         self.enter(JobPhase.FINISHED)
@@ -220,12 +220,12 @@ class Lifecycle:
         advice = "lower the learning rate, or look at the data; the last good checkpoint is kept"
         return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
 
-    def start_over(self, now: float) -> list[Action]:
+    def start_over(self, now: float, *, has_gone_wrong: bool = False) -> list[Action]:
         """Go back to collecting, with what the hub has and all members; or end with that, if it is enough."""
         actions = self.end_round(self.rounds.cancel("training begins again", now))
         for cluster in self.placement.clusters:
             self.checkpoints.drop(cluster)
-        self.checkpoints.begin_again()
+        actions += self.checkpoints.begin_again(has_gone_wrong=has_gone_wrong)
         actions += self.placement.dissolve(self.placement.clusters)
         had_undone = self.ledger.has_undone  # a checkpoint may count what was undone since
         lost = self.ledger.restart(self.recovery.saved)

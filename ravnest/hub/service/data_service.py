@@ -25,6 +25,7 @@ from ravnest.hub.coordinator.events import (
     PartsMade,
     SamplesInspected,
     SendFields,
+    WithdrawCollect,
 )
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import Evaluated
@@ -38,7 +39,9 @@ from ravnest.transfer.outbox import Outgoing
 
 _MOST_REMEMBERED = 32 * RESERVE.most_microbatches  # microbatches: those that are ahead may be checked
 _MOST_REFUSED = 3  # results of one node for one reason: it may be no fault of the node
+_WENT_BACK = "training went back meanwhile, so this may be of what went wrong"
 
+DataOrder = MakeParts | SendFields | InspectSamples | Collect | WithdrawCollect
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
 
@@ -110,9 +113,10 @@ class DataService:
         self._sent: dict[MicrobatchId, bytes] = {}  # hashes of fields, of the last microbatches
         self._remembering = threading.Lock()
         self._refused: Counter[tuple[NodeId, str]] = Counter()  # results, by their fault
+        self._withdrawn: set[int] = set()  # numbers of checkpoints that are not to be kept
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
-    async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
+    async def carry_out(self, order: DataOrder) -> None:
         """Do what is ordered, and say when it is done."""
         match order:
             case MakeParts():
@@ -123,6 +127,8 @@ class DataService:
                 await self._inspect_samples(order)
             case Collect():
                 await self._collect(order)
+            case WithdrawCollect(number):  # unless it is being written already
+                self._withdrawn.add(number)
             case _:
                 assert_never(order)
 
@@ -211,6 +217,8 @@ class DataService:
         fault = verdict.describe() if verdict.disputed or givers & set(verdict.unlike) else ""
         if not fault and order.is_result:
             await self._in_background(self._owner.keep_result, parts, order.books)
+        elif not fault and order.number in self._withdrawn:
+            fault = _WENT_BACK
         elif not fault:
             fault = await self._in_background(self._owner.keep, parts, order.books, order.evaluated)
         self._apply(Collected(order.number, self._time(), fault, verdict))

@@ -49,6 +49,7 @@ from ravnest.hub.coordinator.events import (
     Stopped,
     TextsSampled,
     Tick,
+    WithdrawCollect,
 )
 from ravnest.hub.coordinator.generation import Generations
 from ravnest.hub.coordinator.notices import (
@@ -469,7 +470,7 @@ class Server:
                 self._start(self._make_plan(action))
             case Collect(is_result=True):
                 self._start(self._collect_result(action))
-            case MakeParts() | SendFields() | InspectSamples() | Collect():
+            case MakeParts() | SendFields() | InspectSamples() | Collect() | WithdrawCollect():
                 self._start(self._data.carry_out(action))
             case Notify(notice):
                 self._tell(notice)

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job
 
-from ravnest.hub.coordinator.events import Collected, LossAlarm
-from ravnest.hub.coordinator.notices import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
+from ravnest.hub.coordinator.events import Collected, LossAlarm, WithdrawCollect
+from ravnest.hub.coordinator.notices import (
+    Checkpointed,
+    ClusterStarted,
+    NotCheckpointed,
+    PlanFormed,
+    WentWrong,
+    WorkLost,
+)
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import LossGuard
 
@@ -206,15 +213,33 @@ def test_it_goes_back_to_the_last_checkpoint_and_trains_on(world):
     check_replay(world)
 
 
-def test_a_checkpoint_under_way_is_not_of_what_went_wrong(world):
+def test_a_checkpoint_under_way_when_it_goes_wrong_is_not_kept(world):
+    world.run_until(lambda: world.told(Checkpointed))
+    keep, collects = world.keep_checkpoint, []
+    world.keep_checkpoint = collects.append
+    world.run_until(lambda: collects)
+    before = world.checkpoint
+    orders = world.feed(LossAlarm("the loss leaps", "cluster A", world.now))
+    assert world.told(WentWrong)
+    assert [each for each in orders if isinstance(each, WithdrawCollect)] == [
+        WithdrawCollect(collects[0].number)
+    ]
+    world.keep_checkpoint = keep
+    keep(collects[0])
+    assert world.checkpoint == before
+    assert world.told(NotCheckpointed)
+    world.run()
+    assert world.is_finished
+
+
+def test_one_that_was_being_written_is_gone_on_from_for_stages_are_made_of_it(world):
     world.run_until(lambda: world.told(Checkpointed))
     collects = []
     world.keep_checkpoint = collects.append
     world.run_until(lambda: collects)
     world.feed(LossAlarm("the loss leaps", "cluster A", world.now))
-    world.run_until(lambda: world.told(WentWrong))
-    (refusal,) = world.feed(Collected(collects[0].number, world.now))
-    assert refusal.reason == f"nobody asked to collect number {collects[0].number}"
+    world.feed(Collected(collects[0].number, world.now))
+    assert world.hub.ledger.num_counted == collects[0].books.num_counted
 
 
 def test_without_a_checkpoint_it_says_so_and_trains_on():

@@ -16,6 +16,7 @@ from ravnest.hub.coordinator.events import (
     LossRechecked,
     MakeParts,
     SendFields,
+    WithdrawCollect,
 )
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.service.data_service import DataService, Fields, Parts
@@ -33,7 +34,11 @@ SHORT = HubTimeouts(quiet_upload_seconds=40.0)
 
 
 def collect(
-    seconds_per_piece: float | None, is_result: bool, fault: str = "", times: int = 1
+    seconds_per_piece: float | None,
+    is_result: bool,
+    fault: str = "",
+    times: int = 1,
+    withdrawn: int = 0,
 ) -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
     there = Blobs()
@@ -61,6 +66,7 @@ def collect(
         service = DataService(owner, exchange, *around)
         async with asyncio.timeout(1000):
             for _ in range(times):
+                await service.carry_out(WithdrawCollect(withdrawn))
                 await service.carry_out(Collect(7, (CheckpointPart(0, 6, PEER, ref),), BOOKS, is_result))
 
     run_virtual(main())
@@ -86,6 +92,12 @@ def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() 
     fault = "'w' is not finite"
     assert collect(0.0, False, fault) == ([(7, f"peer: {fault}")], [])
     assert collect(0.0, True, fault) == ([], [(PEER, f"its weights cannot be had: peer: {fault}")])
+
+
+def test_a_checkpoint_that_is_withdrawn_is_not_written() -> None:
+    ((number, fault),), lost = collect(0.0, False, withdrawn=7)
+    assert (number, lost) == (7, [])
+    assert "went back" in fault
 
 
 def test_a_result_that_is_refused_again_and_again_ends_the_job() -> None:
