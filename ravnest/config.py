@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from ravnest.errors import ConfigError
-from ravnest.foreign import Document, Quantity, parse_table, quote
+from ravnest.foreign import Document, Quantity, parse_table, quote, with_known_settings
 from ravnest.units import Dimension
 
 
@@ -197,6 +197,7 @@ class Favour(StrEnum):
         return 0.9 if self is Favour.QUALITY else 0.8
 
 
+@with_known_settings
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     """What the planner may assume and how it weighs things."""

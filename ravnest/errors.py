@@ -35,6 +35,17 @@ class UnsafeBlueprint(RavnestError):  # noqa: N818 - what it is, not that it is 
     exit_code = 5
 
 
+class UnknownBatchSize(UnsafeBlueprint):
+    """An operation needs the batch size, but nothing that arrives at its stage has it. Capture says where."""
+
+    def __init__(self, operation: str, number: int) -> None:
+        super().__init__(
+            f"operation {number} '{operation:.60}' needs the batch size, but nothing that arrives at its "
+            "stage has it"
+        )
+        self.place = (operation, number)
+
+
 class WeightsError(RavnestError):
     """A weights file that is damaged or of another model. The peer fetches another, the cli shows it."""
 

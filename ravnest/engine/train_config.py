@@ -22,7 +22,7 @@ from ravnest.engine.optimizers import (
     Sgd,
 )
 from ravnest.errors import UnsafeBlueprint
-from ravnest.foreign import Document, parse_json, quote
+from ravnest.foreign import Document, parse_json, quote, with_known_settings
 
 _MOST_BYTES = 4 << 20
 _MOST_UPDATES = 1 << 40
@@ -46,6 +46,7 @@ _RULES: dict[str, type[OptimizerRule]] = {
 Precision = Literal["auto", "fp32", "bf16"]
 
 
+@with_known_settings
 @dataclass(frozen=True, slots=True)
 class AveragingRule:
     """What a round does besides the plain mean: nothing, unless asked.

@@ -45,12 +45,16 @@ class ClusterForecast:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The stage whose limit costs the swarm most, and what the swarm would gain if it were twice as wide."""
+    """The stage whose limit costs the swarm most, and what the swarm would gain if it were twice as wide.
+
+    `is_least`: it computes no longer than any stage must (`microbatch_seconds`); the rate is an upper bound.
+    """
 
     cluster: int
     node: NodeId
     limited_by: str
     gain_samples_per_second: float
+    is_least: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +259,15 @@ def _bottleneck(plan: Plan, line: LineCost, usage: Floats, times: Timing) -> Bot
         pace = usage[k, : len(cluster.stages), :-1]
         depth, limit = np.unravel_index(int(pace.argmax()), pace.shape)
         others = np.delete(pace.ravel(), int(pace.argmax())).max()
+        is_least = BOTTLENECKS[int(limit)] == "compute" and bool(
+            times.compute[k, depth] <= line.config.microbatch_seconds
+        )
         faster = seconds.copy()
-        faster[k] *= max(others, 0.5)
+        faster[k] *= 1.0 if is_least else max(others, 0.5)
         gain = shared_rate(line, faster, times.hub_bytes) - total
         if best is None or gain > best.gain_samples_per_second:
             node = cluster.stages[len(cluster.stages) - 1 - int(depth)].node
-            best = Bottleneck(k, node, BOTTLENECKS[int(limit)], gain)
+            best = Bottleneck(k, node, BOTTLENECKS[int(limit)], gain, is_least)
     assert best is not None
     return best
 

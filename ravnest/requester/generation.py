@@ -5,20 +5,20 @@ next token is the most likely one, or drawn from those that make up `top_p` of t
 downloaded, and no code that a folder brings is run.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.foreign import quote
+from ravnest.foreign import decode_json, quote
 from ravnest.model.blueprint.program import FLOATING
 from ravnest.model.state.shards import open_weights
 from ravnest.model.state.state_source import FileSource, read_tensor
@@ -37,7 +37,14 @@ from ravnest.units import show_bytes
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MOST_CONFIG_BYTES = 1 << 20
+_LONGEST_NAME = 512  # of a base that an adapter names
 _GPU_TIMES = 1.2
+
+
+class _AdapterConfig(msgspec.Struct, frozen=True):
+    """What is used of an adapter_config.json: peft reads the rest."""
+
+    base_model_name_or_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +188,13 @@ def load_writer(
 def _read_base(adapter: Path) -> str:
     """Return the model that an adapter's configuration names."""
     file = adapter / _ADAPTER_CONFIG
-    try:
-        found = json.loads(read_bounded(file, _MOST_CONFIG_BYTES)).get("base_model_name_or_path")
-    except (ValueError, AttributeError):
-        raise ConfigError(f"{file} is no JSON object; give the adapter's folder as it was written") from None
-    if not isinstance(found, str) or not found:
-        raise ConfigError(f"{file} names no base; give the model, and the adapter with --adapter {adapter}")
-    return found
+    content = read_bounded(file, _MOST_CONFIG_BYTES)
+    found = decode_json(content, _AdapterConfig, str(file), _MOST_CONFIG_BYTES, ConfigError)
+    name = found.base_model_name_or_path or ""
+    if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+        problem = f"{file} names no base ({quote(name)})" if name else f"{file} names no base"
+        raise ConfigError(f"{problem}; give the model, and the adapter with --adapter {adapter}")
+    return name
 
 
 def _check_fits(size_bytes: int, base: BaseModel, free_bytes: float | None) -> None:

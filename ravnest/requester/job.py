@@ -23,6 +23,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
+from ravnest.foreign import with_known_settings
 from ravnest.model.capture.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.capture.model_with_loss import Metric
 from ravnest.model.stage.profile import find_matrices
@@ -43,6 +44,7 @@ _SHUFFLE_WINDOW = 8192
 _TIMES = 'a time like "5 min", or None for no checkpoints'
 
 
+@with_known_settings
 @dataclass(frozen=True, eq=False)
 class Job:
     """A model to train, with its data, its loss and its optimizer.

@@ -76,7 +76,10 @@ class Result:
         """
         file = Path(path)
         if file.suffix != ".safetensors":
-            raise ConfigError(f"{file} would hold safetensors; give a name that ends in .safetensors")
+            fix = "give a name that ends in .safetensors"
+            if hasattr(self.model, "save_pretrained"):
+                fix += f"; for a Hugging Face folder: result.save_pretrained({str(path)!r})"
+            raise ConfigError(f"{file} would hold safetensors; {fix}")
         if has_weights(file) and not overwrite:
             raise ConfigError(f"{file} exists already; give another name, or overwrite=True")
         return self._write(file, self._all_types(), max_shard_bytes)

@@ -338,8 +338,9 @@ class _Picture:
         self._parts.append(draw_label(_MARGIN, 68, facts, "g"))
         training = sum(len(cluster.stages) for cluster in plan.clusters)
         rounds = show_seconds(predicted.round_seconds) if plan.rings else "none"
+        at_most = " at most" if predicted.bottleneck and predicted.bottleneck.is_least else ""
         tiles = (
-            (show_samples(predicted.samples_per_second), "predicted for the whole swarm"),
+            (show_samples(predicted.samples_per_second), f"predicted{at_most} for the whole swarm"),
             (show_count(predicted.staleness, "update"), "staleness: how late a gradient may be"),
             (rounds, "a round of averaging" if plan.rings else "no rounds: one cluster only"),
             (

@@ -161,12 +161,22 @@ def describe_bottleneck(predicted: Forecast) -> str:
         return "none: nobody trains"
     if predicted.hub is not None and predicted.hub.busy_share > _HUB_LIMITS:
         return "the hub's line, see above; no faster PC would help"
+    if found.is_least:
+        return "the programs themselves, with a model this small; no faster PC would help"
     limit, twice = _LIMIT_NAMES[found.limited_by]
     where = f"{found.node} in cluster {cluster_name(found.cluster)} is held up by {limit}"
     faster = predicted.samples_per_second + found.gain_samples_per_second
     if faster < 1.01 * predicted.samples_per_second:
         return f"{where}, but others are as near to their limits; no single one stands out"
     return f"{where}; {twice} would give {_instead(faster, predicted.samples_per_second)}"
+
+
+def describe_rate(predicted: Forecast) -> str:
+    """Return the speed of the swarm, and whether it is no more than a bound."""
+    found, rate = predicted.bottleneck, show_samples(predicted.samples_per_second)
+    if found is None or not found.is_least:
+        return rate
+    return f"{rate} at most: with a model this small, the programs themselves set the pace"
 
 
 def describe_round(predicted: Forecast) -> str:
@@ -509,7 +519,7 @@ def _rich_table(width: int, headers: tuple[str, ...], rows: Sequence[tuple[str, 
 def _findings(
     plan: Plan, predicted: Forecast, advice: tuple[str, ...], left_out: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    yield "predicted", show_samples(predicted.samples_per_second)
+    yield "predicted", describe_rate(predicted)
     yield "wire", describe_formats(plan)
     if predicted.hub is not None:
         yield "hub", describe_hub(predicted)

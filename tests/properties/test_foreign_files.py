@@ -32,12 +32,15 @@ from ravnest.engine.optimizers import Adam, Group, Muon, OptimizerSettings, Sgd
 from ravnest.engine.train_config import AveragingRule, TrainConfig, read_train_config, write_train_config
 from ravnest.errors import RavnestError
 from ravnest.hub.service.event_log import EventLog, read_status
+from ravnest.hub.service.guests import GuestList
 from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.state.shards import open_weights, write_index
 from ravnest.net.identity import PREFIX, Token, new_keys, read_token, write_token
 from ravnest.plan.files import read_profile, read_swarm
 from ravnest.requester.checkpoint_store import MANIFEST, Checkpoints
-from ravnest.requester.run_folder import new_hub_file, read_hub_file, write_hub_file
+from ravnest.requester.finetuning.merging import merge_adapter
+from ravnest.requester.generation import load_writer
+from ravnest.requester.run_folder import GuestFile, new_hub_file, read_hub_file, write_hub_file
 from ravnest.transfer.blobs import name_blob
 from ravnest.transfer.mirror import read_mirror
 from ravnest.views.live import show_status, status_to_dict
@@ -229,6 +232,41 @@ def test_shards(tmp_path, what):
     assert num_read <= (3 if what == "index" else 0)  # without an index, the only file is taken
 
 
+# Adapters.
+
+ADAPTER = {
+    "base_model_name_or_path": "a-base",
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8.0,
+    "bias": "none",
+    "rank_pattern": {},
+    "target_modules": ["q_proj", "v_proj"],
+}
+
+
+@pytest.mark.parametrize("use", ["generate", "merge"])
+def test_adapters(tmp_path, monkeypatch, use):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)  # where a name in the file might be one of a folder
+    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    for number, folder in enumerate((adapter, base)):
+        folder.mkdir()
+        name = "adapter_model.safetensors" if folder is adapter else "model.safetensors"
+        (folder / name).write_bytes(parts_of(1)[number][2])
+
+    def written_and_used(data):
+        (adapter / "adapter_config.json").write_bytes(data)
+        if use == "merge":
+            merge_adapter(base, adapter, tmp_path / "merged")
+        else:
+            load_writer(adapter)
+
+    # Neither works in the end: the base that is named does not exist, and the weights fit no base.
+    damaged = many(22, damage_json, json.dumps(ADAPTER).encode())
+    assert check_all(written_and_used, (b"[" * 40_000, *damaged)) == 0
+
+
 # Run folders.
 
 
@@ -262,6 +300,20 @@ def test_hub_files(folder):
         use_hub_file(folder)
 
     assert check_all(written_and_read, many(9, damage_json, good)) > 0
+
+
+def test_guest_files(tmp_path):
+    guests = GuestList().invite("0f" * 8, "ana", 1.5e9, 3600.0, 2).invite("1e" * 8, "ben", 1.5e9, None, None)
+
+    def written_and_used(data):
+        (tmp_path / "guests.json").write_bytes(data)
+        known = GuestFile(tmp_path).read()
+        for each in known.invitations:
+            each.reason_against(1, 1.6e9)
+
+    assert check_all(written_and_used, many(23, damage_json, msgspec.json.encode(guests))) > 0
+    num_read = check_all(lambda _: GuestFile(tmp_path).read(), in_place_of_a_file(tmp_path / "guests.json"))
+    assert num_read == 2  # without a file, or where one leads nowhere, nobody is invited by name
 
 
 def in_place_of_a_file(place):

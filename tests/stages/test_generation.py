@@ -119,9 +119,12 @@ def test_what_cannot_be_is_said(folder, adapter, tmp_path):
     for settings in ({"top_p": 0}, {"temperature": -1}, {"max_tokens": 0}, {"seed": -1}):
         with pytest.raises(ConfigError, match=rf"{next(iter(settings))} is"):
             generate(folder, PROMPT, **settings)
-    (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"adapter_config.json is no JSON object"):
-        generate(tmp_path, PROMPT)
+    for content in ("[]", "[" * 40_000, '{"base_model_name_or_path": 3}'):
+        (tmp_path / "adapter_config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"adapter_config.json cannot be used: "):
+            generate(tmp_path, PROMPT)
+        done = CliRunner().invoke(program, ["generate", str(tmp_path), "--prompt", PROMPT])
+        assert done.exit_code == 3, done.output
 
 
 def test_the_command_streams_text_and_tells_the_pace(folder):

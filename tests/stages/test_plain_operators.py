@@ -1,13 +1,18 @@
 """What no program has is captured in other words: operators, complex numbers, a bare loss."""
 
+import linecache
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ravnest.errors import CaptureError
 from ravnest.model.blueprint.operators import operators
+from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.stage.dry_run import dry_run
+from ravnest.model.stage.stage_program import build_stage_program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +61,42 @@ class Turned(Subject):
 class Noisy(Subject):
     def mix(self, x: Tensor, places: Tensor) -> Tensor:
         return x + torch.randn(x.shape[0], 1) * torch.rand(x.shape[0], 6)
+
+
+class NoiseFirst(Subject):
+    """Begins with noise; what it reads of the batch comes last."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return (self.first(torch.randn(x.shape[0], 6)) * self.last(x)).square().mean()
+
+
+class NoiseAndMask(Subject):
+    """Begins with noise, beside a mask that the last stage makes again."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        is_kept = places[:, :1] < 7
+        made = self.last(self.first(torch.randn(x.shape[0], 6)).relu())
+        return torch.where(is_kept, made, 0.0).square().mean() + x.mean()
+
+
+class MaskFirst(Subject):
+    """Makes a mask by batch size; its first stage has no part of the batch and needs none."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], 1)
+        start = self.first(torch.ones(1, 6))
+        return (self.last(x + start) * mask).square().mean()
+
+
+class NoiseAlone(Subject):
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.last(self.first(torch.randn(x.shape[0], 6))).square().mean()  # refused
+
+
+class NoiseBehindAMean(Subject):
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        mean = self.first(x).mean(0).tanh()
+        return (self.last(torch.randn(x.shape[0], 6)) * mean).square().mean()  # refused
 
 
 class AlwaysEnough(Subject):
@@ -118,17 +159,46 @@ def captured(model: nn.Module) -> Captured:
 
 
 @pytest.mark.parametrize(
-    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Masked, Bags]
+    "kind",
+    [
+        Subject,
+        Composed,
+        WrittenInPlace,
+        Triangle,
+        Turned,
+        Noisy,
+        NoiseFirst,
+        NoiseAndMask,
+        MaskFirst,
+        AlwaysEnough,
+        Masked,
+        Bags,
+    ],
 )
 def test_the_stages_compute_what_the_module_does(kind: type[Subject]) -> None:
     found = captured(kind()).blueprint
     dry_run(found, 4, max_bytes=1e8, max_flops=1e9)
+    for place in range(found.num_positions):
+        build_stage_program(slice_blueprint(found, place, place + 1), recompute=True)
     assert {op.name for program in (found.train, found.evaluate) for op in program.ops} <= set(operators())
 
 
 def test_a_write_of_rows_to_masked_places_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"test_plain_operators\.py.*reads a number out of a tensor"):
         captured(MaskedRows())
+
+
+def test_what_each_stage_makes_again_moves_no_cut() -> None:
+    assert captured(MaskFirst()).blueprint.num_positions == 2
+
+
+@pytest.mark.parametrize("kind", [NoiseAlone, NoiseBehindAMean])
+def test_a_size_of_the_batch_where_nothing_of_it_arrives_is_refused(kind: type[Subject]) -> None:
+    with pytest.raises(CaptureError, match="it needs the batch size") as refused:
+        captured(kind())
+    place = re.match(r"(.*):(\d+) ", str(refused.value))
+    assert place is not None, refused.value
+    assert "# refused" in linecache.getline(place.group(1), int(place.group(2)))
 
 
 def test_a_condition_that_fails_for_some_batch_sizes_is_refused() -> None:

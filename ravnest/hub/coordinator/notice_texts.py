@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.notices import (
     BestIsResult,
     CaptureStep,
@@ -112,7 +113,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
             shown += [
                 f"{batch_size} samples per update{pieces}",
-                f"{_show_rate(samples_per_second)} samples/s predicted",
+                _show_predicted(samples_per_second, len(plan.clusters) * batch_size / microbatches),
                 *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
                 *([reason] if reason else []),
             ]
@@ -194,6 +195,14 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(notice)
+
+
+def _show_predicted(samples_per_second: float, num_samples: float) -> str:
+    """Return a rate that is foreseen; `num_samples` are those of a microbatch in every cluster."""
+    # A forecast stays below the bound by what deaths and rounds cost; so near, the bound alone made it.
+    is_bound = samples_per_second >= 0.8 * num_samples / PlanConfig().microbatch_seconds
+    at_most = "at most " if is_bound else ""
+    return f"{at_most}{_show_rate(samples_per_second)} samples/s predicted"
 
 
 def _show_rate(samples: float) -> str:

@@ -91,6 +91,17 @@ class Op:
         for _, argument in self.arguments:
             yield from refs_of(argument)
 
+    @property
+    def needs_batch_size(self) -> bool:
+        """Whether an argument of it grows with the batch."""
+        return any(_is_sized(argument) for _, argument in self.arguments)
+
+
+def _is_sized(argument: Argument) -> bool:
+    if isinstance(argument, tuple):
+        return any(_is_sized(part) for part in argument)
+    return isinstance(argument, Size | Ratio)
+
 
 def refs_of(argument: Argument) -> Iterator[ValueId]:
     """Yield the values an argument names."""

@@ -64,13 +64,28 @@ class Wiring:
                 wanted.extend(self.program.ops[index].refs())
         return sorted(found)
 
+    def uncuttable(self) -> set[int]:
+        """Return the cuts that tear a write, or leave a first stage nothing to know the batch size from."""
+        torn, is_sized = Storages(self.program).uncuttable(), False
+        grown = set[ValueId]()  # with the batch, though made of no part of it
+        for index, op in enumerate(self.program.ops):
+            outs = [out for out in op.outs if out is not None]
+            is_remade = bool(outs) and all(out in self._remade for out in outs)
+            if not is_remade and any(self._remade.get(value) for value in op.refs()):
+                return {*torn, *range(1, index + 1)} if is_sized else torn
+            if op.needs_batch_size or not grown.isdisjoint(op.refs()):
+                grown.update(outs)
+                is_sized = is_sized or not is_remade
+        return torn
+
     def _crosses(self, value: ValueId, cut: int) -> bool:
         return self.made[value] < cut <= self.last_use.get(value, -1) and value not in self._remade
 
-    def _find_remade(self, constants: Collection[str]) -> set[ValueId]:
+    def _find_remade(self, constants: Collection[str]) -> dict[ValueId, frozenset[ValueId]]:
         """Find values that follow from batch fields and constants, where the fields are not much larger.
 
-        All that such a value follows from is made again too; so a stage of a stage is cut like the whole.
+        Return the fields of each. All that such a value follows from is made again too; so a stage of a stage
+        is cut like the whole.
         """
         storages = Storages(self.program)
         found: dict[ValueId, frozenset[ValueId]] = {
@@ -85,7 +100,7 @@ class Wiring:
                 fields = frozenset[ValueId]().union(*(found[value] for value in op.refs()))
                 if all(self._is_worth_it(out, fields) for out in outs):
                     found.update(dict.fromkeys(outs, fields))
-        return set(found)
+        return found
 
     def _is_worth_it(self, value: ValueId, fields: Collection[ValueId]) -> bool:
         values = self.program.values
@@ -186,8 +201,8 @@ def find_positions(train: Program, evaluate: Program, state: Sequence[StateEntry
 
 
 def _cheapest_cuts(program: Program, placed: Collection[str], constants: Collection[str]) -> list[int]:
-    forbidden = Storages(program).uncuttable()
-    crossing = Wiring(program, constants).crossing_bytes()
+    wiring = Wiring(program, constants)
+    forbidden, crossing = wiring.uncuttable(), wiring.crossing_bytes()
     names = dict(program.state)
     anchors = [i for i, op in enumerate(program.ops) if any(names.get(v) in placed for v in op.refs())]
     cuts = []
@@ -216,8 +231,8 @@ def _matching_cuts(
             place = min(later) if later else max(where[name])
             reached = max(reached, place)
             wanted.append((index, place))
-    forbidden = Storages(evaluate).uncuttable()
-    crossing = Wiring(evaluate, constants).crossing_bytes()
+    wiring = Wiring(evaluate, constants)
+    forbidden, crossing = wiring.uncuttable(), wiring.crossing_bytes()
     pairs: list[tuple[int, int]] = []
     for number, train_cut in enumerate(train_cuts, 1):
         low = max([index + 1 for index, place in wanted if place < number], default=0)

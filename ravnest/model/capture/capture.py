@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ravnest.errors import CaptureError, UnsafeBlueprint
+from ravnest.errors import CaptureError, UnknownBatchSize, UnsafeBlueprint
 from ravnest.model.blueprint.aliasing import Storages
 from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.blueprint.program import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint.slicing import find_positions
 from ravnest.model.capture.batch_loss import BatchLoss, find_summed_metrics, judge_loss
+from ravnest.model.capture.capture_errors import NO_BATCH_SIZE, refuse_node
 from ravnest.model.capture.export import Programs, export_programs
 from ravnest.model.capture.export_hazards import plain_bags
 from ravnest.model.capture.huggingface import plain_transformers, switched_off
@@ -125,7 +126,8 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
     batch_loss = BatchLoss.MEAN
     if is_tested:
         tell("it is compared with the model")
-        batch_loss = _test(whole, programs, blueprint, state, fields, tried)
+        with _naming_lines(programs):
+            batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [*([batch_loss.note] if batch_loss.note else []), *told]
     for metric in find_summed_metrics(whole, fields) if is_tested else ():
         notes.append(
@@ -135,8 +137,21 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
     if is_empty:
         tell("it is compared with the model")
         facts = (whole, programs, blueprint, state, fields)
-        notes.append(_test_empty(*facts) if wishes.self_test else _UNTESTED)
+        with _naming_lines(programs):
+            notes.append(_test_empty(*facts) if wishes.self_test else _UNTESTED)
     return Captured(blueprint, state, next(iter(fields.values())).shape[0], tuple(notes), batch_loss)
+
+
+@contextlib.contextmanager
+def _naming_lines(programs: Programs) -> Iterator[None]:
+    """Refuse what no stage can run with the line that it came from."""
+    try:
+        yield
+    except UnknownBatchSize as problem:
+        for traced in (programs.train, programs.evaluate):
+            if any((op.name, op.number) == problem.place for op in traced.program.ops):
+                raise refuse_node(traced.nodes[problem.place[1]], *NO_BATCH_SIZE) from None
+        raise
 
 
 @contextlib.contextmanager

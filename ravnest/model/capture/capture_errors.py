@@ -23,6 +23,10 @@ BY_SIZE = (
     "it behaves differently by batch size",
     "compute the same for every batch size; providers may run other sizes than the first batch has",
 )
+NO_BATCH_SIZE = (
+    "it needs the batch size, but its stage gets nothing of the batch to know that from",
+    "make it of the values it meets, as torch.randn_like(x) does, or use the numbers of the batch before it",
+)
 _KNOWN = (
     (
         r"CondAutogradOp|torch\.cond|torch\.while_loop",

@@ -258,4 +258,4 @@ def _share_constants(train: Traced, evaluate: Traced) -> Traced:
             new_names[name] = "train." + name.removeprefix("evaluate.")
     state = tuple((value, new_names.get(name, name)) for value, name in evaluate.program.state)
     tensors = {new_names.get(name, name): entry for name, entry in evaluate.state.items()}
-    return Traced(replace(evaluate.program, state=state), tensors)
+    return replace(evaluate, program=replace(evaluate.program, state=state), state=tensors)

@@ -72,7 +72,7 @@ def without_dropout(train: Traced, dropout: Sequence[Dropout]) -> Traced | None:
         names = [name for name, _ in settings]
         after: dict[str, Argument] = dict(zip(names, waiting.pop(0).evaluate, strict=True))
         ops.append(replace(op, arguments=tuple((arguments | after).items())))
-    return None if waiting else Traced(replace(train.program, ops=tuple(ops)), train.state)
+    return None if waiting else replace(train, program=replace(train.program, ops=tuple(ops)))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ are (`decompose`), or refused with the user's line. What nothing needs is droppe
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy  # type: ignore[import-untyped]
@@ -33,7 +33,7 @@ from ravnest.model.blueprint.program import (
     TensorType,
     ValueId,
 )
-from ravnest.model.capture.capture_errors import BY_SIZE, refuse_node
+from ravnest.model.capture.capture_errors import BY_SIZE, NO_BATCH_SIZE, refuse_node
 from ravnest.model.capture.decompose import decompose, without_write, writes_by_mask
 from ravnest.model.capture.sample_length import Lengths
 from ravnest.protocol.tensors import ITEM_BYTES
@@ -97,10 +97,11 @@ _NO_GRADIENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A program and the tensors behind its state, each with its kind."""
+    """A program, the tensors behind its state, each with its kind, and the nodes behind its operations."""
 
     program: Program
     state: dict[str, tuple[str, torch.Tensor]]
+    nodes: Mapping[int, fx.Node]
 
 
 def trace(
@@ -119,7 +120,10 @@ def trace(
     tracer = _Tracer(exported, state_name, mode, {} if lengths is None else lengths)
     tracer.read_inputs(fields)
     ends = tracer.read_graph(exported.graph_module, {})
-    return [Traced(_finish(tracer, _name_results(names, ends)), dict(tracer.tensors)) for names in wanted]
+    return [
+        Traced(_finish(tracer, _name_results(names, ends)), dict(tracer.tensors), tracer.nodes)
+        for names in wanted
+    ]
 
 
 def _name_results(names: Sequence[str | None], ends: Sequence[Argument]) -> tuple[tuple[str, ValueId], ...]:
@@ -434,6 +438,12 @@ def _finish(tracer: _Tracer, results: tuple[tuple[str, ValueId], ...]) -> Progra
 
 
 def _check_fields(program: Program, tracer: _Tracer) -> None:
+    sized = next((op for op in program.ops if op.needs_batch_size), None)
+    if sized is not None and not program.fields:
+        raise refuse_node(
+            tracer.nodes[sized.number],
+            *NO_BATCH_SIZE,
+        )
     storages = Storages(program)
     fields = {storages.root(value): name for value, name in program.fields}
     for op in program.ops:

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ravnest.config import FrozenFormat
-from ravnest.errors import UnsafeBlueprint
+from ravnest.errors import UnknownBatchSize, UnsafeBlueprint
 from ravnest.model.blueprint.aliasing import Storages, find_origins
 from ravnest.model.blueprint.operators import Parameter, draws, operators
 from ravnest.model.blueprint.program import FLOATING, Argument, Op, Program, Ratio, Ref, Size, ValueId
@@ -282,6 +282,8 @@ class GraphBuilder:
 
     def _add(self, op: Op) -> None:
         target = resolve(op.name)
+        if op.needs_batch_size and Size(1) not in self._sizes:
+            self._sizes[Size(1)] = self._batch_size(op)
         widens = op.name == _EMBEDDING and self._looks_up_narrow(op)
         convert_value = self._convert_as_stored if widens else self._convert_value
         positional, keywords = bind(op, self._setting.device, convert_value)
@@ -329,26 +331,18 @@ class GraphBuilder:
         if isinstance(argument, Ratio):
             over, under = self._convert_value(argument.over), self._convert_value(argument.under)
             return self._graph.call_function(operator.truediv, (over, under))
-        batch_size = self._batch_size()
         if argument not in self._sizes:
-            grown = self._graph.call_function(operator.mul, (batch_size, argument.per_sample))
+            grown = self._graph.call_function(operator.mul, (self._sizes[Size(1)], argument.per_sample))
             self._sizes[argument] = self._graph.call_function(operator.add, (grown, argument.fixed))
         return self._sizes[argument]
 
-    def _batch_size(self) -> fx.Node:
-        one = Size(1)
-        if one in self._sizes:
-            return self._sizes[one]
+    def _batch_size(self, op: Op) -> fx.Node:
         for value in (*(value for value, _ in self._program.fields), *self._program.inputs):
             for dim, size in enumerate(self._program.values[value].shape if value in self._nodes else ()):
                 if isinstance(size, Size) and size.per_sample > 0 and size.fixed == 0:
                     whole = self._graph.call_method("size", (self._nodes[value], dim))
-                    count = self._graph.call_function(operator.floordiv, (whole, size.per_sample))
-                    self._sizes[one] = count
-                    return count
-        raise UnsafeBlueprint(
-            "an operation needs the batch size, but nothing that arrives at the stage has it"
-        )
+                    return self._graph.call_function(operator.floordiv, (whole, size.per_sample))
+        raise UnknownBatchSize(op.name, op.number)
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

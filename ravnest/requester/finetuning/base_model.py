@@ -197,9 +197,9 @@ def import_hf(name: str) -> Any:
 def find_model_folder(model: str | os.PathLike[str]) -> Path:
     """Return a folder, or that of a hub id in the local cache."""
     place = str(os.fspath(model))
-    if Path(place).is_dir():
+    if os.path.isdir(place):  # false, where a Path would raise, for a name that no file can have
         return Path(place)
-    if Path(place).exists():
+    if os.path.exists(place):
         raise ConfigError(f"{place} is a file; give {_FORMS}")
     if not _HUB_ID.fullmatch(place):
         raise ConfigError(f"{place} does not exist; give {_FORMS}")

@@ -5,7 +5,6 @@ and writes the adapter. The base is never in one memory: stages are cut from its
 """
 
 import contextlib
-import difflib
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import ConfigError
-from ravnest.foreign import quote
+from ravnest.foreign import quote, suggest
 from ravnest.requester.dataset import show_thing
 from ravnest.requester.finetuning.base_model import (
     ALL_LINEAR,
@@ -275,9 +274,7 @@ def make_finetuning(model: str | os.PathLike[str], data: Any, settings: Mapping[
     known = [each.name for each in fields(Finetuning) if each.name not in ("model", "data")]
     for name in settings:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise ConfigError(f"finetune has no setting {quote(name)}; {hint}")
+            raise ConfigError(f"finetune has no setting {quote(name)}; {suggest(name, known)}")
     return Finetuning(model=model, data=data, **settings)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.foreign import decode_json
+from ravnest.foreign import decode_json, quote
 from ravnest.model.state.shards import SHARD_BYTES, ShardWriter, open_weights
 from ravnest.model.state.state_dict import to_bytes
 from ravnest.model.state.state_source import FileSource, read_pieces, read_tensor
@@ -121,7 +121,7 @@ def _open_adapter(folder: Path, known: Mapping[str, str | None]) -> _Adapter:
         (name for name in ("use_dora", "rank_pattern", "alpha_pattern") if getattr(config, name)), ""
     )
     if config.peft_type != "LORA" or other or config.bias != "none" or config.r < 1:
-        kind = other or (f"bias={config.bias}" if config.bias != "none" else config.peft_type)
+        kind = other or (f"bias={quote(config.bias)}" if config.bias != "none" else quote(config.peft_type))
         fix = "load it with peft and use merge_and_unload()"
         raise ConfigError(f"the adapter in {folder} is no plain LoRA ({kind}), which alone is merged; {fix}")
     tensors = FileSource(open_weights(folder / ADAPTER))

@@ -2,9 +2,11 @@
 
 import pytest
 
-from ravnest.cli.join import _Listening, _make_offer, _Stated
+from ravnest.cli.join import _Listening, _make_offer, _Stated, join
+from ravnest.peer.agent import Offer
 from ravnest.peer.compute_frames import Surveyed
 from ravnest.protocol.membership import Fact
+from ravnest.units import Dimension, parse_quantity
 
 ALL = tuple(Fact)
 
@@ -26,6 +28,15 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) 
         assert offer.node.upload_bytes_per_second == offer.node.download_bytes_per_second == 5e6
     if stated is Fact.LATENCY:
         assert offer.node.latency_seconds == 0.0
+
+
+def test_a_peer_waits_ten_minutes_for_a_hub_that_is_away() -> None:
+    """As long as a hub whose PC is lost may take to be there again, if nobody says otherwise."""
+    (patience,) = (each for each in join.params if each.name == "patience")
+    assert parse_quantity(patience.default, Dimension.SECONDS) == 600.0
+    said = _Stated("cpu", 1e9, 1e9, 1e9, 1e6, 0.0)
+    offer = _make_offer("a", said, _Listening("", (), True), 600.0, Surveyed("cpu", 8e9, None))
+    assert offer.patience_seconds == Offer(offer.node, offer.limits, ()).patience_seconds == 600.0
 
 
 @pytest.mark.parametrize("claimed", [None, 3e9])

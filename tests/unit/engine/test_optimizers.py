@@ -479,6 +479,10 @@ class MyAdam(torch.optim.Adam):
             lambda p: torch.optim.Rprop(p),
             "Rprop is not supported; choose one of torch.optim: SGD, Adam, ",
         ),
+        (
+            lambda p: torch.optim.LBFGS(p),  # its step calls the model again
+            "optimizer LBFGS is not supported; choose one of torch.optim: SGD, Adam, ",
+        ),
         (lambda p: MyAdam(p), "MyAdam is not supported"),
         (
             lambda p: type("Adam", (torch.optim.Adam,), {"__module__": "of.others"})(p),

@@ -1,10 +1,11 @@
 """A job checks what it is given when it is made, and its first batch is what training would begin with."""
 
+import inspect
 import math
 import subprocess
 import sys
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import get_args
 
@@ -177,9 +178,35 @@ def test_samples_that_differ():
 # ---- mistakes in the job
 
 
-def test_unknown_keywords_are_refused_by_python():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'optimiser'"):
-        job(optimiser="adam")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optimiser", r"did you mean optimizer\?"),
+        ("batchsize", r"did you mean batch_size\?"),
+        ("qqq", "there are model, train_data, val_data, batch_size, .*, name"),
+    ],
+)
+def test_unknown_keywords_are_refused_with_the_nearest_one(name, hint):
+    with pytest.raises(ConfigError, match=f"^Job has no setting '{name}'; {hint}$"):
+        job(**{name: 8})
+    with pytest.raises(ConfigError, match=f"^Job has no setting '{name}'"):
+        replace(job(), **{name: 8})
+
+
+@pytest.mark.parametrize("record", [ravnest.PlanConfig, ravnest.AveragingRule])
+def test_other_records_of_settings_name_the_nearest_keyword_too(record):
+    first = next(iter(inspect.signature(record).parameters))
+    with pytest.raises(
+        ConfigError, match=rf"^{record.__name__} has no setting '{first}x'; did you mean {first}\?$"
+    ):
+        record(**{f"{first}x": 1})
+
+
+def test_a_job_is_a_dataclass_whose_signature_python_knows():
+    found = inspect.signature(Job).parameters
+    assert [each.name for each in fields(Job)] == list(found)
+    assert found["batch_size"].default == 32
+    assert found["batch_size"].kind is inspect.Parameter.KEYWORD_ONLY
     with pytest.raises(TypeError):
         Job(MODEL, ROWS, ROWS)
 

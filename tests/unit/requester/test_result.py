@@ -186,6 +186,12 @@ def test_a_write_that_fails_leaves_the_old_file(trained, tmp_path, monkeypatch):
 def test_places_that_cannot_be_written(trained, tmp_path):
     with pytest.raises(ConfigError, match=r"would hold safetensors; give a name that ends in \.safetensors"):
         trained.export(tmp_path / "net.pt")
+    model = Net()
+    model.save_pretrained = print
+    with pytest.raises(
+        ConfigError, match=r"; for a Hugging Face folder: result\.save_pretrained\('a/folder'\)$"
+    ):
+        replace(trained, model=model).export("a/folder")
     with pytest.raises(
         ConfigError, match=r"cannot be written: .*No such file.*; give a file in a folder that e"
     ):

@@ -133,6 +133,8 @@ def _show_bottleneck(outlook: Forecast) -> str:
     found = outlook.bottleneck
     if found is None:
         return ""
+    if found.is_least:
+        return "the programs themselves set the pace of a model this small; no faster node would help"
     gain = found.gain_samples_per_second / outlook.samples_per_second if outlook.samples_per_second else 0.0
     if gain < _LEAST_GAIN:
         return f"{found.node} is limited by {found.limited_by}; other nodes are almost as limited"

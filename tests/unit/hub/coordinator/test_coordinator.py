@@ -310,6 +310,8 @@ def test_a_batch_travels_as_microbatches_and_makes_one_update():
     assert show_notice(formed).endswith(
         f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s predicted"
     )
+    toy = replace(formed, samples_per_second=1_999.0)  # 4 samples in the 2 ms that a stage takes at least
+    assert show_notice(toy).endswith("; at most 1,999 samples/s predicted")
 
 
 def test_all_clusters_cut_a_batch_alike():
