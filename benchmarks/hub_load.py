@@ -90,8 +90,10 @@ class GroupPlanner:
         return assemble_plan(clusters, job.profile, Swarm(asked.nodes), job.config, 0, asked.plan_id)
 
 
-def make_world(num_peers: int, planner: GroupPlanner | None = None, has_laws: bool = False) -> World:
-    """Return a hub with so many peers that will join in the first seconds."""
+def make_world(
+    num_peers: int, planner: GroupPlanner | None = None, has_laws: bool = False, is_measured: bool = False
+) -> World:
+    """Return a hub with so many peers that will join in the first seconds, and be measured if need be."""
     swarm = Swarm(tuple(make_node(number) for number in range(num_peers)))
     settings = JobSettings(
         num_samples=10**8,
@@ -103,7 +105,9 @@ def make_world(num_peers: int, planner: GroupPlanner | None = None, has_laws: bo
         settle_seconds=1.0,
         average_every=10,
     )
-    parts = WorldParts(planner or GroupPlanner(), time.process_time, is_measured=False, has_laws=has_laws)
+    parts = WorldParts(
+        planner or GroupPlanner(), time.process_time, is_measured=is_measured, has_laws=has_laws
+    )
     world = World(JobGiven(make_profile(), CONFIG, settings, 0.0), swarm, parts)
     for number, node in enumerate(swarm.nodes):
         world.timeline.at(5.0 * number / num_peers, world.join, node.name)

@@ -64,9 +64,19 @@ def _measure(num_peers: int, seconds: float) -> Figures:
     gc.collect()
     gc.disable()
     try:
-        return _measure_events(world, num_peers, seconds, memory)
+        return _measure_events(world, num_peers, seconds, memory) | {"probe_us": _measure_probes(num_peers)}
     finally:
         gc.enable()
+
+
+def _measure_probes(num_peers: int) -> float:
+    """Return what an event costs while all are measured as they join."""
+    world = make_world(num_peers, is_measured=True)
+    world.run(9.0)  # a probe takes 2 s
+    joining = take_costs(world)
+    assert joining["Probed"][0] == num_peers
+    found = [joining[name] for name in ("PeerJoined", "Probed")]
+    return _micro(sum(times * each for times, each in found) / sum(times for times, _ in found))
 
 
 def _measure_events(world: World, num_peers: int, seconds: float, memory: int) -> Figures:
@@ -135,7 +145,7 @@ def _micro(seconds: float) -> float:
 def _missed(figures: Figures) -> list[str]:
     small, missed = figures[str(SIZES[0])], []
     for size, each in figures.items():
-        for key in ("join_us", "steady_us", "bytes_per_peer"):
+        for key in ("join_us", "probe_us", "steady_us", "bytes_per_peer"):
             if each[key] > FLAT * small[key]:
                 missed.append(f"{size} peers: {key} is {each[key]}, {small[key]} with {SIZES[0]}")
         for key in ("longest_ms", "longest_steady_ms"):
@@ -166,9 +176,10 @@ def _report(decisions: Figures, links: list[Figures]) -> str:
             "## Decisions\n\n"
             "Equal peers in clusters of eight with a tenth of spares, 0.4 s per microbatch, on virtual\n"
             "time, with the production coordinator and its monitors; rounds are plain. Times are CPU per\n"
-            "event, `steady` over all events of clusters that train and average, `longest` over the whole\n"
-            "run, the repair too. Memory is that of the hub and its simulated peers when all have joined,\n"
-            "by tracemalloc. Python's collector is off: it goes over the simulated peers too.\n\n"
+            "event, `probe` over the joins and probes of peers that are measured as they join, `steady`\n"
+            "over all events of clusters that train and average, `longest` over the whole run, the repair\n"
+            "too. Memory is that of the hub and its simulated peers when all have joined, by tracemalloc.\n"
+            "Python's collector is off: it goes over the simulated peers too.\n\n"
             + table(["peers", *keys], rows)
         )
     if links:

@@ -213,6 +213,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         keeps_last=job.checkpoint_seconds is not None,
+        metrics=tuple(name for name, _ in captured.blueprint.train.results if name != "loss"),
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
     )
 

@@ -241,5 +241,11 @@ LIES = (
         False,
         "refused, but for its own",
     ),
+    Lie(
+        "a hundred times the loss, as metrics of that name",
+        _say(StepReport, lambda m: replace(m, metrics=(("loss", 100.0 * (m.loss or 1.0)),) * 256)),
+        False,
+        "refused: idle",
+    ),
     Lie("updates and losses without numbers", false_losses(lambda _: None), False, "nobody believes it"),
 )

@@ -62,7 +62,7 @@ def train(tmp_path, mode, num_honest=3):
     return result, told
 
 
-@pytest.mark.parametrize("mode", ["own", "losses", "checker", "state", "sketch"])
+@pytest.mark.parametrize("mode", ["own", "losses", "checker", "state", "sketch", "lazy"])
 def test_one_liar_of_four_does_not_own_the_result(tmp_path, mode):
     result, told = train(tmp_path, mode)
     left = {news.node for news in told if isinstance(news, Left)}

@@ -2,7 +2,7 @@
 
 import pytest
 from attacks.lies import LIES, claim_at_once, false_losses
-from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, tell
+from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, tell, true_loss
 from support.hub_world import check_replay
 
 from ravnest.hub.coordinator.notices import EpochDone, RoundEnded, WorkUndone
@@ -46,6 +46,16 @@ def test_what_a_proven_liar_counted_is_trained_again_though_its_epochs_are_over(
     assert not world.counted_by.get(LIAR), "all samples are trained by others"
     assert world.hub.ledger.num_counted == sum(world.ledger.values()) == 3 * 96
     check_replay(world)
+
+
+def test_the_loss_that_is_shown_is_what_leaves_found():
+    """Metrics of the same name were summed with it, and no spot check looks at them."""
+    (naming,) = [lie for lie in LIES if "metrics of that name" in lie.name]
+    world = AttackWorld(0)
+    naming.tell(world)
+    shown = [news.loss for news in world.run().told(EpochDone)]
+    assert shown
+    assert max(shown) <= max(true_loss(microbatch) for microbatch in range(2000))
 
 
 def test_samples_that_are_others_when_they_are_read_again_hold_nothing_up():

@@ -9,7 +9,22 @@ from dataclasses import dataclass, field
 from ravnest.hub.coordinator.events import JobSettings, MetricSum
 from ravnest.protocol.training import Metrics
 
-MOST_METRICS = 256  # no job has more; a peer may make up names
+MOST_METRICS = 256  # where the names of the job are not known
+_MOST_SHOWN = 40  # letters of a name that a peer gave
+
+
+def find_made_up(metrics: Metrics, names: tuple[str, ...] | None) -> str | None:
+    """Return why reported metrics do not count: each has one of the job's names, if known, and comes once."""
+    if not metrics:
+        return None
+    found: set[str] = set()
+    for name, _ in metrics:
+        if name == "loss" or (names is not None and name not in names):
+            return f"it has {name[:_MOST_SHOWN]!r}, which is no metric of the job"
+        if name in found:
+            return f"it has the metric {name[:_MOST_SHOWN]!r} twice"
+        found.add(name)
+    return None if len(found) <= MOST_METRICS or names is not None else f"it has {len(found)} metrics"
 
 
 @dataclass(slots=True)

@@ -90,6 +90,7 @@ class JobSettings:
     mean: Mean = Mean.PLAIN  # of rounds; as before there was a choice
     reserve_seconds: float = 0.0  # of work that a cluster has ahead, for a hub that is away; 0: none
     reserve_samples: int = 2**62  # of a cluster, at most
+    metrics: tuple[str, ...] | None = None  # that leaves report beside the loss; None: not known, as once
 
     @property
     def length(self) -> TrainingLength:

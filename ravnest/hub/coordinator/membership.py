@@ -6,6 +6,7 @@ SPARE, BUILDING and HOSTING.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from ravnest.hub.coordinator.events import PeerJoined
@@ -74,6 +75,8 @@ class Membership:
     def __init__(self) -> None:
         self._members: dict[NodeId, Member] = {}
         self._by_phase: dict[NodePhase, set[NodeId]] = {phase: set() for phase in NodePhase}
+        self._unasked: dict[NodeId, None] = {}  # to be measured, no probe is ordered yet
+        self._probed: dict[NodeId, None] = {}  # probes are ordered, the oldest first
         self._num_joined = 0
 
     def __contains__(self, name: NodeId) -> bool:
@@ -115,13 +118,24 @@ class Membership:
         return self.in_phase(NodePhase.MISSING)
 
     @property
-    def unmeasured(self) -> tuple[Member, ...]:
-        """Members with facts that are still to be measured, missing ones too."""
-        probing, missing = self._by_phase[NodePhase.PROBING], self._by_phase[NodePhase.MISSING]
-        if not probing and not missing:
+    def is_measuring(self) -> bool:
+        """Whether facts of a member are still to be measured, of a missing one too."""
+        return bool(self._unasked or self._probed)
+
+    @property
+    def probe_due(self) -> float | None:
+        """When the first probe is given up: all have as long, so it is the one that was ordered first."""
+        return next((self._members[name].probe_by for name in self._probed), None)
+
+    def list_to_probe(self, now: float) -> tuple[Member, ...]:
+        """Return members whose probe is to be ordered or is given up by now, in the order of joining."""
+        due = self.probe_due
+        if not self._unasked and (due is None or now < due):
             return ()
-        found = (self._members[name] for name in probing | missing)
-        return tuple(sorted((x for x in found if x.guessed), key=lambda member: member.number))
+        probed = (self._members[name] for name in self._probed)
+        overdue = takewhile(lambda member: member.probe_by is not None and now >= member.probe_by, probed)
+        found = (*(self._members[name] for name in self._unasked), *overdue)
+        return tuple(sorted(found, key=lambda member: member.number))
 
     def join(self, event: PeerJoined) -> Member:
         """Add a peer; facts that its provider only guessed are measured first."""
@@ -135,14 +149,27 @@ class Membership:
     def remove(self, name: NodeId) -> None:
         """Forget a peer."""
         self._by_phase[self._members.pop(name).phase].discard(name)
+        self._unasked.pop(name, None)
+        self._probed.pop(name, None)
 
     def update(self, member: Member) -> None:
         """Store other facts about a member; its phase changes by `move` alone."""
-        before = self._members.get(member.node.name)
+        name = member.node.name
+        before = self._members.get(name)
         if before is not None and before.phase is not member.phase:
-            self._by_phase[before.phase].discard(member.node.name)
-        self._members[member.node.name] = member
-        self._by_phase[member.phase].add(member.node.name)
+            self._by_phase[before.phase].discard(name)
+        self._members[name] = member
+        self._by_phase[member.phase].add(name)
+        if member.guessed or (before is not None and before.guessed):
+            self._index_probe(name, member)
+
+    def _index_probe(self, name: NodeId, member: Member) -> None:
+        index = self._unasked if member.probe_by is None else self._probed
+        for each in (self._unasked, self._probed):
+            if each is not index or not member.guessed:
+                each.pop(name, None)
+        if member.guessed:
+            index.setdefault(name)
 
     def move(self, name: NodeId, phase: NodePhase) -> None:
         """Move a member to a phase; a missing one will resume in it."""

@@ -410,20 +410,15 @@ _SO = "so what it says of itself counts"
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
 
 
-def probe_due(membership: Membership) -> float | None:
-    """Return when the first probe is given up."""
-    return min((each.probe_by for each in membership.unmeasured if each.probe_by is not None), default=None)
-
-
 def order_probes(
     placement: Placement, profile: ModelProfile, now: float, timeouts: HubTimeouts
 ) -> list[MakeParts | Send | Notify]:
     """Order a probe of each unmeasured member, once; believe one that does not answer in time."""
     orders: list[MakeParts | Send | Notify] = []
-    for member in placement.membership.unmeasured:
+    for member in placement.membership.list_to_probe(now):
         if member.probe_by is None:
             orders += _order_probe(placement, profile, member, now + timeouts.probe_seconds)
-        elif now >= member.probe_by:
+        else:
             placement.membership.end_probe(member.node.name, member.node)
             told = f"was not measured within {timeouts.probe_seconds:.0f} s, {_SO}"
             orders.append(Notify(Measured(member.node, told)))
@@ -550,8 +545,8 @@ class PlanTrigger:
     @property
     def plan_due(self) -> float | None:
         """When to look again for a plan, if nothing else happens."""
-        if self._membership.unmeasured:
-            return probe_due(self._membership)
+        if self._membership.is_measuring:
+            return self._membership.probe_due
         if not len(self._membership) or self._was_asked or self._membership.missing:
             return None
         longest = self._timeouts.replan_seconds if self._had_plan else math.inf
@@ -562,21 +557,21 @@ class PlanTrigger:
         actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
         due, expected = self.plan_due, self._job.settings.expected_nodes
         is_enough = not self._had_plan and len(self._membership) >= expected > 0
-        if self._membership.unmeasured or due is None or not (now >= due or is_enough):
+        if self._membership.is_measuring or due is None or not (now >= due or is_enough):
             return actions
         return [*actions, self._ask()]
 
     def repair_due(self, is_urgent: bool) -> float | None:
         """Return when to ask for a repair, if nothing else happens."""
-        if self._membership.unmeasured and not is_urgent:
-            return probe_due(self._membership)
+        if self._membership.is_measuring and not is_urgent:
+            return self._membership.probe_due
         quiet_seconds = 0.0 if is_urgent else self._timeouts.join_seconds
         return None if self._was_asked else self._changed_at + quiet_seconds
 
     def ask_for_repair(self, now: float, is_urgent: bool) -> _Asked:
         """Order probes of newcomers, and ask for a repair if it is time for that."""
         actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
-        must_wait = bool(self._membership.unmeasured) and not is_urgent
+        must_wait = self._membership.is_measuring and not is_urgent
         due = None if must_wait else self.repair_due(is_urgent)
         return actions if due is None or now < due else [*actions, self._ask()]
 

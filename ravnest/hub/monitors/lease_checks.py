@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.leases import OpenLease
 from ravnest.hub.coordinator.placement import ClusterState
+from ravnest.hub.monitors.counted_work import ClusterWork, CountedWork
 from ravnest.ids import LeaseId
 from ravnest.protocol.training import LeaseBegin, LeaseDone, LeaseGrant
 
@@ -28,24 +29,6 @@ _BURST = 4  # leases that may come at once: messages may have been held up
 _AWAY_TIMES = 1.5  # what is foreseen of the time in which a cluster did not hear the hub
 
 Reported = Callable[[LeaseId], Collection[int]]
-
-
-@dataclass(slots=True)
-class _Work:
-    """What one cluster has counted, since it was granted a lease of so many samples."""
-
-    began_at: float
-    filled_at: float
-    num_first: int
-    allowed: float  # samples that it can have trained and has not counted, at `filled_at`
-    num_samples: int = 0
-    idle_since: float | None = None  # while it has no lease; that time says nothing of its speed
-
-    def ratio(self, cluster: ClusterState, now: float) -> float | None:
-        """Return how many times what was foreseen it can train at most: it may be about to end a lease."""
-        until = now if self.idle_since is None else self.idle_since
-        foreseen = cluster.samples_per_second * (until - self.began_at)
-        return (self.num_samples + self.num_first) / foreseen if foreseen > 0 else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,7 +48,7 @@ class LeaseChecks:
     reported: Reported
     _held: dict[str, dict[LeaseId, _Held]] = field(default_factory=dict)  # by cluster_id
     _num_held: int = 0  # so far
-    _work: dict[str, _Work] = field(default_factory=dict)  # by cluster_id
+    _work: CountedWork = field(default_factory=CountedWork)
     _touched: set[str] = field(default_factory=set)  # something was said of these since they were looked at
     _late: dict[str, float] = field(default_factory=dict)  # when the next lease of these may count
 
@@ -85,7 +68,7 @@ class LeaseChecks:
 
     def record_outage(self, cluster: ClusterState, seconds: float) -> None:
         """Let a cluster that was not heard for so long count at once what it can have trained meanwhile."""
-        work = self._work.get(cluster.cluster_id)
+        work = self._work.find(cluster.cluster_id)
         if work is not None:
             work.allowed += _AWAY_TIMES * cluster.samples_per_second * seconds
             self.touch(cluster.cluster_id)
@@ -96,18 +79,13 @@ class LeaseChecks:
             return
         if isinstance(grant, LeaseGrant):
             num_samples = sum(grant.num_samples)
-            begun = _Work(now, now, num_samples, float(_BURST * num_samples))
-            self._work.setdefault(cluster.cluster_id, begun)
-        work = self._work.get(cluster.cluster_id)
-        if work is not None and work.idle_since is not None:
-            work.began_at += now - work.idle_since
-            work.idle_since = None
+            begun = ClusterWork(now, now, num_samples, float(_BURST * num_samples))
+            self._work.begin(cluster.cluster_id, begun)
+        self._work.resume(cluster.cluster_id, now)
 
     def record_idle(self, cluster: ClusterState, now: float) -> None:
         """Record that a cluster has nothing to train, as in a pause."""
-        work = self._work.get(cluster.cluster_id)
-        if work is not None and work.idle_since is None:
-            work.idle_since = now
+        self._work.pause(cluster.cluster_id, now)
 
     def hold(self, hub: Coordinator, event: Received, done: LeaseDone) -> bool:
         """Hold what a root says, if it is of an open lease of its cluster and cannot count yet."""
@@ -152,7 +130,7 @@ class LeaseChecks:
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
         """Forget all clusters but these."""
-        self._work = {each: work for each, work in self._work.items() if each in cluster_ids}
+        self._work.forget_others(cluster_ids)
 
     def _is_reported(self, lease: OpenLease) -> bool:
         reported, num_microbatches = self.reported(lease.number), len(lease.num_samples)
@@ -162,7 +140,7 @@ class LeaseChecks:
 
     def _has_time(self, hub: Coordinator, cluster: ClusterState, lease: OpenLease, now: float) -> bool:
         """Return whether a cluster can have trained a lease by now, and count it then; else say when."""
-        num_samples, work = sum(lease.num_samples), self._work.get(cluster.cluster_id)
+        num_samples, work = sum(lease.num_samples), self._work.find(cluster.cluster_id)
         if work is None:
             return True
         rate = self._find_limit(hub, cluster, now)
@@ -175,19 +153,15 @@ class LeaseChecks:
                 return False
             work.allowed -= num_samples
         work.filled_at = now
-        work.num_samples += num_samples
+        self._work.add(cluster.cluster_id, num_samples)
         return True
 
     def _find_limit(self, hub: Coordinator, cluster: ClusterState, now: float) -> float | None:
         """Return the samples per second beyond which a cluster is not believed; None: nobody knows."""
-        others = [each for each in hub.placement.running if each is not cluster]
-        if not others or cluster.samples_per_second <= 0:
+        running = hub.placement.running
+        has_others = len(running) > 1 or (bool(running) and running[0] is not cluster)
+        if not has_others or cluster.samples_per_second <= 0:
             return None
-        known = [
-            ratio
-            for each in others
-            if each.cluster_id in self._work
-            if (ratio := self._work[each.cluster_id].ratio(each, now)) is not None
-        ]
-        least = 0.0 if len(known) >= _LEAST_OTHERS else 1.0
-        return _TIMES * max(least, *known, 0.0) * cluster.samples_per_second or None
+        num_known, best = self._work.find_best(running, cluster, now)
+        least = 0.0 if num_known >= _LEAST_OTHERS else 1.0
+        return _TIMES * max(least, best) * cluster.samples_per_second or None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.evaluations import MOST_METRICS, Means
+from ravnest.hub.coordinator.evaluations import Means, find_made_up
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -197,8 +197,21 @@ class ReportSums:
 
 
 def _add(means: Means, report: StepReport, num_samples: int) -> None:
-    for name, value in (("loss", report.loss), *report.metrics[:MOST_METRICS]):
+    for name, value in (("loss", report.loss), *report.metrics):
         means.add((name, 0.0, 0) if value is None else (name, value * num_samples, num_samples))
+
+
+def _find_cluster(hub: Coordinator, sender: NodeId, report: StepReport) -> ClusterState | str:
+    """Return the cluster that a report is of, or why it is none of a stage of this job."""
+    if sender not in hub.membership:
+        return f"StepReport from {sender}, who is no member"
+    cluster, build_id = hub.placement.cluster_of(sender), hub.placement.build_id(sender)
+    if cluster is None:
+        return f"StepReport from {sender}, who has no stage"
+    if report.build_id != build_id:
+        return f"StepReport of plan {report.build_id} from {sender}, who follows {build_id}"
+    made_up = find_made_up(report.metrics, hub.ledger.settings.metrics)
+    return cluster if made_up is None else f"StepReport from {sender} does not count: {made_up}"
 
 
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
@@ -247,13 +260,9 @@ class Monitors:
 
     def record(self, hub: Coordinator, sender: NodeId, report: StepReport, now: float) -> str | None:
         """Record a report of a stage; return why it does not count."""
-        if sender not in hub.membership:
-            return f"StepReport from {sender}, who is no member"
-        cluster, build_id = hub.placement.cluster_of(sender), hub.placement.build_id(sender)
-        if cluster is None:
-            return f"StepReport from {sender}, who has no stage"
-        if report.build_id != build_id:
-            return f"StepReport of plan {report.build_id} from {sender}, who follows {build_id}"
+        cluster = _find_cluster(hub, sender, report)
+        if isinstance(cluster, str):
+            return cluster
         self._follow(hub.ledger)
         if sender == cluster.leaf:
             is_training = self._sums.record(hub.ledger, cluster, report)

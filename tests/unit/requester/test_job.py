@@ -631,3 +631,19 @@ def test_a_model_that_only_counts_has_no_statistics_of_batches(dtype, has):
     data = {"x": torch.randn(8, 3)}
     counting = Job(Watched(dtype), data, batch_size=4, loss=lambda out, _: out.square().mean())
     assert prepare(counting, LOCAL_PLAN, 1, 1.0).job.settings.has_statistics is has
+
+
+def test_the_hub_knows_the_metrics_that_leaves_may_report():
+    def accuracy(out, target):
+        return (out.argmax(-1) == target).float().mean()
+
+    given = Job(
+        MODEL,
+        (ROWS["x"], ROWS["y"]),
+        loss=nn.functional.cross_entropy,
+        metrics={"acc": accuracy},
+        batch_size=4,
+    )
+    assert prepare(given, SWARM_PLAN, 0, 1.0).job.settings.metrics == ("acc",)
+    plain = Job(MODEL, (ROWS["x"], ROWS["y"]), loss=nn.functional.cross_entropy, batch_size=4)
+    assert prepare(plain, SWARM_PLAN, 0, 1.0).job.settings.metrics == ()

@@ -126,19 +126,50 @@ def test_a_leaf_that_counts_more_updates_than_there_were_batches_is_refused():
     check_replay(world)
 
 
-def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
-    world = world_of("abc", num_validation=4, epochs=1)
-    heavy = {"num_samples": 2**62, "metrics": tuple((f"made up {number}", 1.0) for number in range(900))}
+def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics():
+    world = world_of("abc", num_validation=4, epochs=1, metrics=("acc",))
+    made_up = tuple((f"made up {number}", 1.0) for number in range(900))
     world.run_until(lambda: world.open_leases)
     (cluster,), batch = world.hub.clusters, world.open_leases[0].first_microbatch
-    assert lie(world, cluster.leaf, report(cluster, batch, loss=1e6, **heavy)) is None
+    assert "no metric of the job" in lie(world, cluster.leaf, report(cluster, batch, metrics=made_up))
+    told = (("acc", 0.5),)
+    assert lie(world, cluster.leaf, report(cluster, batch, loss=1e6, num_samples=2**62, metrics=told)) is None
     world.run_until(lambda: any(lease.lease is None for lease in world.open_leases))
-    lie(world, cluster.leaf, report(cluster, world.open_leases[0].first_microbatch, **heavy))
+    batch = world.open_leases[0].first_microbatch
+    assert "no metric of the job" in lie(world, cluster.leaf, report(cluster, batch, metrics=made_up))
+    assert lie(world, cluster.leaf, report(cluster, batch, num_samples=2**62, metrics=told)) is None
     world.run()
     ((trained,), (evaluated,)) = world.told(EpochDone), world.told(Evaluated)
     assert trained.loss < 1e6
     assert evaluated.num_samples == 4
-    assert len(evaluated.metrics) < 300
+    assert evaluated.metrics == told
+
+
+@pytest.mark.parametrize("names", [("acc",), ("acc", "f1"), None])
+def test_a_metric_called_loss_does_not_own_the_loss_that_is_shown(names):
+    """Spot checks find the loss of a report again, and would find it true."""
+    world = world_of("abc", epochs=1, metrics=names)
+    world.run_until(lambda: world.open_leases)
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_microbatch
+    lies = [(("loss", 100.0),) * 256, (("loss", 100.0),), (("acc", 1.0),) * 2]
+    for metrics in lies:
+        refused = lie(world, cluster.leaf, report(cluster, batch, metrics=metrics))
+        assert "no metric of the job" in refused or "twice" in refused
+    world.loss = lambda _: 1.0
+    world.run()
+    (trained,) = world.told(EpochDone)
+    assert trained.loss == 1.0
+    check_replay(world)
+
+
+def test_a_job_whose_metrics_are_not_known_has_so_many_at_most():
+    """Those of a hub that goes on from an older log."""
+    world = world_of("abc", epochs=1)
+    world.run_until(lambda: world.open_leases)
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_microbatch
+    many = tuple((f"made up {number}", 1.0) for number in range(900))
+    assert "900 metrics" in lie(world, cluster.leaf, report(cluster, batch, metrics=many))
+    assert lie(world, cluster.leaf, report(cluster, batch, metrics=many[:256])) is None
 
 
 def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
