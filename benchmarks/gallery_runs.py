@@ -154,7 +154,7 @@ class _Scorer:
         fields, is_tuple = name_fields(first, job.is_padded), not isinstance(first, dict)
         self._job = job
         self._whole = ModelWithLoss(
-            job.model, fields, job.loss, job.metrics, is_tuple=is_tuple, inputs=job.inputs
+            job.model, fields, job.loss, job.metrics or {}, is_tuple=is_tuple, inputs=job.inputs
         )
 
     def score(self, batch: Any) -> dict[str, Any]:
