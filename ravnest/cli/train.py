@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunWishes:
-    """What the command line says of a run: where its files go, how it is planned, what it shows."""
+    """What the command line says of a run: where its files go, its plan, what it shows, who follows it."""
 
     folder: str | None
     out: str | None
