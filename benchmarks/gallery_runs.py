@@ -75,11 +75,11 @@ def make_run(run: GalleryRun) -> Record:
     torch.set_num_threads(1)  # programs share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
     job = load_example(run.example, run.seed, is_tiny=run.is_tiny)
-    first = _Scorer(job).evaluate()
+    first = Scorer(job).evaluate()
     begun, cpu_begun = time.perf_counter(), _cpu_seconds()
     found = _train_swarm(job, run.nodes) if run.nodes else _train_plainly(job)
     spent = {"seconds": time.perf_counter() - begun, "cpu_seconds": _cpu_seconds() - cpu_begun}
-    scores = _Scorer(job).evaluate()
+    scores = Scorer(job).evaluate()
     assert all(math.isfinite(value) for value in scores.values()), scores
     facts = {"samples": len(job.samples), "updates": job.num_updates, **spent}
     facts["parameters"] = sum(each.numel() for each in job.model.parameters() if each.requires_grad)
@@ -116,7 +116,7 @@ def _train_plainly(job: Any) -> Record:
     import torch
 
     torch.manual_seed(1_000_003 + job.seed)
-    scorer = _Scorer(job)
+    scorer = Scorer(job)
     parameters = [each for each in job.model.parameters() if each.requires_grad]
     is_own = isinstance(job.optimizer, torch.optim.Optimizer)
     optimizer = job.optimizer if is_own else torch.optim.AdamW(parameters, lr=1e-3)
@@ -144,7 +144,7 @@ def _batches(job: Any) -> Iterator[Any]:
         num_left -= job.batches_per_epoch
 
 
-class _Scorer:
+class Scorer:
     """The loss and the metrics of a job's model on batches."""
 
     def __init__(self, job: Any) -> None:
@@ -154,7 +154,7 @@ class _Scorer:
         fields, is_tuple = name_fields(first, job.is_padded), not isinstance(first, dict)
         self._job = job
         self._whole = ModelWithLoss(
-            job.model, fields, job.loss, job.metrics, is_tuple=is_tuple, inputs=job.inputs
+            job.model, fields, job.loss, job.metrics or {}, is_tuple=is_tuple, inputs=job.inputs
         )
 
     def score(self, batch: Any) -> dict[str, Any]:

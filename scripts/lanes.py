@@ -38,8 +38,8 @@ def benchmark(name: str) -> Command:
     return (sys.executable, "-m", "benchmarks.run", name, "--quick", "--json")
 
 
-# Benchmarks in no list have their invariants in tests: recovery in test_recovery, quality in test_demo
-# and test_stranger, trust lie by lie in tests/attacks. tests/unit/test_scenarios.py loads every one.
+# Benchmarks in no list are only loaded, by tests/unit/test_scenarios.py. Tests try what some of them measure:
+# trust lie by lie in tests/attacks; finetune, convergence, stores and texts in tests/integration.
 
 # Programs that mostly wait for each other, the longest first.
 PROGRAMS: list[Command] = [

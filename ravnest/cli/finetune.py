@@ -36,11 +36,23 @@ _TRAINING = (
     click.option("--base", metavar="FORMAT", help="Of weights not trained: fp32, bf16, int8 or int4."),
     click.option("--epochs", type=int, metavar="N", help="Passes over the data; 3 if left out."),
     click.option("--max-steps", type=int, metavar="N", help="Updates, in place of epochs."),
+    click.option(
+        "--evaluate-every", type=int, metavar="N", help="Updates between evaluations; an epoch if left out."
+    ),
+    click.option(
+        "--early-stop",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="End after N evaluations without a better one.",
+    ),
     click.option("--batch-size", type=int, metavar="N", help="Rows of one update; 16, or all there are."),
     click.option("--learning-rate", type=float, metavar="X", help="2e-4 if left out."),
+    click.option("--weight-decay", type=float, metavar="X", help="Of AdamW; none if left out."),
     click.option("--clip-norm", type=float, metavar="X", help="Of the whole gradient; no limit if left out."),
     click.option("--schedule", metavar="NAME", help="cosine (if left out), linear or constant."),
     click.option("--warmup", type=float, metavar="X", help="Updates, or below 1 a share; 0.03 if left out."),
+    click.option("--ema", type=float, metavar="X", help="Keep a mean of the adapters, too, like 0.999."),
+    click.option("--precision", metavar="FORMAT", help="Of what stages compute: fp32, bf16 or auto."),
     click.option("--seed", type=int, metavar="N", help="0 if left out."),
     click.option(
         "--sample",
@@ -121,16 +133,28 @@ def run_finetuning(
     """
     question = _Question(*(given.pop(name) for name in ("swarm", "population", "hub_upload")))
     running = {name: given.pop(name) for name in ("num_local", "nodes", "listen", "public", "out", "resume")}
-    data = given.pop("data")
+    data, patience = given.pop("data"), given.pop("early_stop")
     settings = {name: value for name, value in given.items() if value is not None and value is not False}
     for name, read in (("columns", _read_columns), ("targets", _read_targets)):
         if name in settings:
             settings[name] = read(settings[name])
     if running["resume"] and running["out"] is None:
         raise ConfigError("--resume needs the --out that the training was started with")
-    run = RunWishes(running["out"], None, running["resume"], wishes, quiet, as_json, _SCHEMA, dashboard)
+    from ravnest.requester.callbacks import EarlyStopping
     from ravnest.requester.finetuning.finetune import make_finetuning
 
+    callbacks = () if patience is None else (EarlyStopping(patience),)
+    run = RunWishes(
+        running["out"],
+        None,
+        running["resume"],
+        wishes,
+        quiet,
+        as_json,
+        _SCHEMA,
+        dashboard,
+        callbacks=callbacks,
+    )
     work = make_finetuning(model, data, settings)
     if dry_run:
         _tell_cost(work, question, run)
@@ -152,6 +176,8 @@ def _read_targets(text: str) -> str | list[str]:
 def _train(work: "Finetuning", running: dict[str, Any], run: RunWishes, *, merge: bool) -> None:
     def make_job() -> Any:
         job = work.job
+        if run.callbacks and job.val_data is None:
+            raise ConfigError("--early-stop needs rows to validate with; give --val-data or --val-share")
         click.echo(f"fine-tuning {work.source.name}: {work.describe()}", err=True)
         return job
 

@@ -21,13 +21,14 @@ from ravnest.cli.common import (
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ravnest.requester.callbacks import Callback
     from ravnest.requester.job import Job
     from ravnest.requester.result import Result
 
 
 @dataclass(frozen=True, slots=True)
 class RunWishes:
-    """What the command line says of a run: where its files go, how it is planned, what it shows."""
+    """What the command line says of a run: where its files go, its plan, what it shows, who follows it."""
 
     folder: str | None
     out: str | None
@@ -38,6 +39,7 @@ class RunWishes:
     schema: str
     dashboard: bool | str = False  # where, or whether there is one on this PC
     verbose: bool = False
+    callbacks: "tuple[Callback, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ def train_here(make_job: "Callable[[], Job]", nodes: int, run: RunWishes) -> "tu
             parts=parts,
         )
         with opening as swarm:
-            result = swarm.fit(job, out=file, resume="auto" if run.resume else None)
+            going_on = "auto" if run.resume else None
+            result = swarm.fit(job, out=file, callbacks=run.callbacks, resume=going_on)
     return result, file
 
 
@@ -232,7 +235,8 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
                     _invite(found, place.nodes, run.schema, view if run.as_json else None)
 
             going_on = "auto" if run.resume else None
-            result = opened.fit(job, nodes=place.nodes, out=file, callbacks=[invite], resume=going_on)
+            followers = [invite, *run.callbacks]
+            result = opened.fit(job, nodes=place.nodes, out=file, callbacks=followers, resume=going_on)
     return result, file or where / MODEL
 
 

@@ -7,11 +7,11 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from ravnest.config import NetTimeouts
 from ravnest.errors import LinkError, ProtocolError
@@ -516,3 +516,16 @@ class Endpoint(ABC):
         self._num_events += 1
         priority = event.service if isinstance(event, Delivery) else -1
         self._events.put_nowait(UnreadEvent(priority, self._num_events, event, inbox))
+
+
+async def any_answers(questions: Iterable[Coroutine[Any, Any, bool]]) -> bool:
+    """Return whether one of these is answered with yes, as soon as one is."""
+    asked = [asyncio.ensure_future(each) for each in questions]
+    try:
+        for each in asyncio.as_completed(asked):
+            if await each:
+                return True
+    finally:
+        for task in asked:
+            task.cancel()
+    return False

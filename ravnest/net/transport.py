@@ -4,12 +4,11 @@ A message is a small header and raw buffers. It goes to a peer with a class of s
 order within its service. There are two: zeromq (real sockets) and memory (virtual time).
 """
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any, NewType, Protocol
+from typing import NewType, Protocol
 
 from ravnest.config import TIMEOUTS, NetTimeouts
 from ravnest.errors import LinkError
@@ -145,16 +144,3 @@ def check_limits(header: bytes, buffers: Sequence[memoryview], limits: Transport
     if size > limits.message_bytes:
         raise LinkError(f"a message of {size} bytes is over the limit of {limits.message_bytes}: cut it")
     return size
-
-
-async def any_answers(questions: Iterable[Coroutine[Any, Any, bool]]) -> bool:
-    """Return whether one of these is answered with yes, as soon as one is."""
-    asked = [asyncio.ensure_future(each) for each in questions]
-    try:
-        for each in asyncio.as_completed(asked):
-            if await each:
-                return True
-    finally:
-        for task in asked:
-            task.cancel()
-    return False

@@ -22,10 +22,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net.endpoint import Admit, Connection, Endpoint
+from ravnest.net.endpoint import Admit, Connection, Endpoint, any_answers
 from ravnest.net.identity import KeyPair, is_number, peer_of, split_address, write_address
 from ravnest.net.streams import Frames
-from ravnest.net.transport import PeerId, PublicKey, TransportLimits, any_answers
+from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)
 

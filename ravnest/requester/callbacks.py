@@ -30,6 +30,7 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
+from ravnest.units import show_count
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,8 @@ class EarlyStopping:
         self._num_worse += 1
         if self._num_worse >= self._patience:
             best = "none" if self._best is None else f"{self._best:.4g}"
-            reason = f"{self._num_worse} evaluations were no better than {best} ({self._metric})"
+            count = show_count(self._num_worse, "evaluation")
+            reason = f"nothing was better than {best} ({self._metric}) in {count}"
             raise StopTraining(reason)
 
 

@@ -29,12 +29,13 @@ from ravnest.requester.checkpoint_store import (
     list_files,
     parse_manifest,
 )
-from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, make_earlier
+from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, EMA_ADAPTER, MODEL, make_earlier
 
 logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
 _SUFFIX, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
+_ADAPTED = ("", f"{BEST_ADAPTER}/", f"{EMA_ADAPTER}/")  # where a folder's adapters lie
 _FILE = re.compile(r"([0-9]{6,18})-([0-9]{1,18})/[^/]+")
 
 
@@ -199,19 +200,16 @@ class CheckpointMirror:
 def _beside(file: Path) -> list[Path]:
     """Return shards and index of the file, and what else a folder's result is; other files are not ours."""
     is_folder = file.name == MODEL
-    names = (MODEL, BEST, EMA, ADAPTER, f"{BEST_ADAPTER}/{ADAPTER}") if is_folder else (file.name,)
+    adapters = tuple(f"{place}{ADAPTER}" for place in _ADAPTED)
+    names = (MODEL, BEST, EMA, *adapters) if is_folder else (file.name,)
     patterns = [
         each
         for name in names
         for each in (name, f"{name.removesuffix(_SUFFIX)}-*-of-*{_SUFFIX}", f"{name}.index.json")
     ]
     if is_folder:
-        patterns += [
-            "config.json",
-            "generation_config.json",
-            _ADAPTER_CONFIG,
-            f"{BEST_ADAPTER}/{_ADAPTER_CONFIG}",
-        ]
+        patterns += ["config.json", "generation_config.json"]
+        patterns += [f"{place}{_ADAPTER_CONFIG}" for place in _ADAPTED]
     return [each for pattern in patterns for each in sorted(file.parent.glob(pattern)) if each != file]
 
 

@@ -24,7 +24,7 @@ from ravnest.model.state.shards import SHARD_BYTES, ShardWriter, has_weights
 from ravnest.model.state.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
 from ravnest.model.state.state_source import SourceTensors, read_pieces, state_type
 from ravnest.protocol.tensors import StoredType
-from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, find_result
+from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, EMA_ADAPTER, MODEL, find_result
 from ravnest.units import show_bytes
 
 
@@ -222,6 +222,8 @@ def _write_result(result: Result, file: Path, *, overwrite: bool) -> None:
         result.save_pretrained(file.parent, overwrite=True)  # the hub's own files lie there
         if best is not None:
             best.save_pretrained(file.with_name(BEST_ADAPTER), overwrite=True)
+        if result.ema is not None:
+            result.ema.save_pretrained(file.with_name(EMA_ADAPTER), overwrite=True)
         return
     result.export(file, overwrite=overwrite)
     if is_folder and best is not None:

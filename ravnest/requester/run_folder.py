@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 MODEL, BEST, EMA = "model.safetensors", "best.safetensors", "ema.safetensors"
-ADAPTER, BEST_ADAPTER = "adapter_model.safetensors", "best"  # of an adapted model (peft): a file, a folder
+# Of an adapted model (peft): a file, and folders.
+ADAPTER, BEST_ADAPTER, EMA_ADAPTER = "adapter_model.safetensors", "best", "ema"
 _FILE = "hub.json"
 _MOST_BYTES = 1 << 16
 _WAY_OUT = "give a folder that can be made, is yours and has room"

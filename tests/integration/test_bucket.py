@@ -202,6 +202,7 @@ def test_a_hub_that_is_fenced_off_while_it_tidies_removes_nothing(
             {
                 *("model.safetensors", "config.json", "best/adapter_model.safetensors"),
                 *("best-00001-of-00002.safetensors", "best.safetensors.index.json", "ema.safetensors"),
+                *("ema/adapter_model.safetensors", "ema/adapter_config.json"),
             },
         ),
         ("mine.safetensors", {"mine.safetensors", "mine-00001-of-00002.safetensors"}),

@@ -195,6 +195,13 @@ def test_updates_may_be_counted_in_place_of_epochs(folder):
     assert (job.max_steps, len(job.samples)) == (7, 10)
 
 
+def test_what_a_job_can_be_told_a_finetuning_can_be_told(folder):
+    settings = {"evaluate_every": 2, "ema": 0.99, "precision": "bf16", "weight_decay": 0.1}
+    job = make_finetuning(folder, sums(10), {**SETTINGS, **settings}).job
+    assert (job.evaluate_every, job.ema, job.precision) == (2, 0.99, "bf16")
+    assert [group["weight_decay"] for group in job.optimizer.param_groups] == [0.1]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -212,6 +219,9 @@ def test_updates_may_be_counted_in_place_of_epochs(folder):
         ({"base": "int3"}, r"base is 'int3'; give fp32, bf16, int8, int4"),
         ({"epochs": 0}, r"epochs is 0"),
         ({"max_steps": 0}, r"max_steps is 0"),
+        ({"evaluate_every": 0}, r"evaluate_every is 0; give a whole number of updates"),
+        ({"ema": 1}, r"ema is 1; give a number between 0 and 1"),
+        ({"precision": "fp8"}, r"precision is 'fp8'; give auto, fp32 or bf16"),
         ({"schedule": "step"}, r"schedule is 'step'; give cosine, linear, constant"),
         ({"columns": {"text": "nope"}}, r"record 1 of the data has no text|columns"),
     ],
@@ -308,6 +318,15 @@ def test_a_dry_run_says_what_it_will_take_and_starts_nothing(tmp_path, monkeypat
     assert 0 < cost["adapter_bytes"] < cost["first_delivery_bytes"]
     assert cost["first_delivery_seconds"] == pytest.approx(cost["first_delivery_bytes"] / 5e6)
     assert not (tmp_path / "runs").exists()
+
+
+def test_stopping_early_needs_rows_to_validate_with(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(4)))
+    asked = [str(folder), "--data", "few.jsonl", "--local", "1", "--early-stop", "2"]
+    done = CliRunner().invoke(program, ["finetune", *asked])
+    assert done.exit_code == 3
+    assert "--early-stop needs rows to validate with; give --val-data or --val-share" in done.output
 
 
 def test_a_base_in_bf16_stays_so_unless_the_requester_says_otherwise(folder, tmp_path):

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from ravnest.errors import ConfigError
 from ravnest.requester.from_trainer import from_trainer
@@ -18,17 +26,31 @@ DATA = [
 
 def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pad to the longest of a batch, as collators do."""
+    rows = _pad(samples, {"input_ids": 0, "attention_mask": 0})
+    return rows | {"labels": torch.tensor([sample["label"] for sample in samples])}
+
+
+def pad_tokens(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Do so with a label for each token."""
+    given = [{**sample, "labels": [token % 2 for token in sample["input_ids"]]} for sample in samples]
+    return _pad(given, {"input_ids": 0, "attention_mask": 0, "labels": -100})
+
+
+def _pad(samples: list[dict[str, Any]], fills: dict[str, int]) -> dict[str, torch.Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = {
-        name: [[*sample[name], *[0] * (longest - len(sample[name]))] for sample in samples]
-        for name in ("input_ids", "attention_mask")
-    }
-    return {name: torch.tensor(row) for name, row in rows.items()} | {
-        "labels": torch.tensor([sample["label"] for sample in samples])
+    return {
+        name: torch.tensor([[*each[name], *[fill] * (longest - len(each[name]))] for each in samples])
+        for name, fill in fills.items()
     }
 
 
-def trainer(folder: Path, kind: type[Trainer] = Trainer, **arguments: Any) -> Trainer:
+def trainer(
+    folder: Path,
+    kind: type[Trainer] = Trainer,
+    architecture: type[PreTrainedModel] = BertForSequenceClassification,
+    collate: Any = pad,
+    **arguments: Any,
+) -> Trainer:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=16,
@@ -49,11 +71,11 @@ def trainer(folder: Path, kind: type[Trainer] = Trainer, **arguments: Any) -> Tr
         **settings,
     )
     return kind(
-        BertForSequenceClassification(config),
+        architecture(config),
         given,
         train_dataset=DATA,
         eval_dataset=DATA[:4],
-        data_collator=pad,
+        data_collator=collate,
     )
 
 
@@ -114,12 +136,13 @@ class _OwnLoss(Trainer):
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        (_OwnLoss, {}, "computes its loss in Python of its own; give it as Job"),
+        (_OwnLoss, {}, "computes its loss in Python of its own; give it as from_trainer"),
         (
             Trainer,
-            {"label_smoothing_factor": 0.1},
-            "label_smoothing_factor=0.1 of the trainer is not taken over",
+            {"label_smoothing_factor": 0.1, "architecture": BertForMaskedLM, "collate": pad_tokens},
+            "label_smoothing_factor=0.1 of the trainer is not taken over for BertForMaskedLM",
         ),
+        (Trainer, {"optim": "adafactor"}, "it steps by the learning rate alone, and torch.optim.Adafactor"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(
@@ -127,3 +150,61 @@ def test_what_has_no_counterpart_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         from_trainer(trainer(tmp_path, kind, **arguments))
+
+
+def test_a_loss_in_python_of_its_own_may_be_given_in_its_place(tmp_path: Path) -> None:
+    def own(out: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out.logits, batch["labels"])
+
+    assert from_trainer(trainer(tmp_path, _OwnLoss), loss=own).loss is own
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_adamw_of_bitsandbytes_is_that_of_torch(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, plain = trainer(tmp_path, optim=name, adam_beta2=0.95), trainer(tmp_path, adam_beta2=0.95)
+    job = from_trainer(given)
+    assert type(job.optimizer) is torch.optim.AdamW
+    plain.args.optim = type(plain.args.optim)("adamw_torch")
+    plain.create_optimizer()
+    found, wanted = (
+        [
+            {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+            for group in each
+        ]
+        for each in (job.optimizer.param_groups, plain.optimizer.param_groups)
+    )
+    assert [each | {"lr": 1e-3} for each in found] == wanted
+    assert job.rates.factor(1, 8) == pytest.approx(1 / 3)
+    assert (given.optimizer, given.args.optim) == (None, name), "the trainer is left as it was"
+    assert ("--set states=int8" in caplog.text) is name.endswith("8bit")
+
+
+def test_an_optimizer_given_in_place_of_adafactor_is_taken(tmp_path: Path) -> None:
+    given = trainer(tmp_path, optim="adafactor")
+    own = torch.optim.Adafactor(given.model.parameters())
+    assert from_trainer(given, optimizer=own).optimizer is own
+
+
+@pytest.mark.parametrize(
+    ("architecture", "collate"),
+    [(BertForSequenceClassification, pad), (BertForTokenClassification, pad_tokens)],
+)
+def test_smoothed_labels_have_the_loss_of_the_trainer(
+    architecture: type[PreTrainedModel], collate: Any, tmp_path: Path
+) -> None:
+    facts: dict[str, Any] = {"architecture": architecture, "collate": collate, "label_smoothing_factor": 0.2}
+    reference, job = trainer(tmp_path, **facts), from_trainer(trainer(tmp_path, **facts))
+    model, batch = reference.model.eval(), dict(collate(DATA))
+    model.classifier.weight.data.mul_(50)  # so that it is sure of some classes
+    count = int((batch["labels"] != -100).sum())
+    assert job.loss is not None
+    assert job.inputs == ["input_ids", "attention_mask"]
+    ours = job.loss(model(**{name: batch[name] for name in job.inputs}), batch)
+    for num_items in (None, count):  # of one batch, and of all that are accumulated
+        theirs = reference.compute_loss(model, dict(batch), num_items_in_batch=num_items)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    plain = model(**batch).loss
+    assert abs((ours - plain).item()) > 1e-3, "smoothing makes a difference"
+    job.capture()

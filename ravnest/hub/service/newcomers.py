@@ -12,7 +12,8 @@ from typing import Any
 from ravnest.config import NetTimeouts
 from ravnest.hub.coordinator.notices import NotDialled, Notice
 from ravnest.ids import NodeId
-from ravnest.net.transport import PeerId, PublicKey, Transport, any_answers
+from ravnest.net.endpoint import any_answers
+from ravnest.net.transport import PeerId, PublicKey, Transport
 from ravnest.protocol.membership import Hello
 
 _MOST_AT_ONCE = 256  # that are dialled back: each takes three sockets for each address, for a name six

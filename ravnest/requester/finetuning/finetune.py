@@ -23,6 +23,7 @@ from torch import Tensor
 from ravnest.config import FrozenFormat
 from ravnest.errors import ConfigError
 from ravnest.foreign import quote, suggest
+from ravnest.requester.callbacks import Callback
 from ravnest.requester.dataset import show_thing
 from ravnest.requester.finetuning.base_model import (
     ALL_LINEAR,
@@ -78,10 +79,12 @@ class Finetuning:
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
     clip_norm: float | None = None  # of the gradient of all adapters
+    ema: float | None = None  # of the adapters, a mean over time, like 0.999
     schedule: str | Schedule = "cosine"
     warmup: float = 0.03  # updates, or below 1 a share of them
     epochs: int = 3
     max_steps: int | None = None  # updates, in place of epochs
+    evaluate_every: int | None = None  # updates; else after each epoch
     batch_size: int | None = None  # rows; 16, or all there are
     seed: int = 0
     precision: str = "auto"
@@ -155,10 +158,12 @@ class Finetuning:
             batch_size=min(_USUAL_BATCH, len(train)) if self.batch_size is None else self.batch_size,
             epochs=self.epochs,
             max_steps=self.max_steps,
+            evaluate_every=self.evaluate_every,
             loss=token_loss,
             optimizer=torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay),
             schedule=rates,
             clip_norm=self.clip_norm,
+            ema=self.ema,
             checkpoint_every=self.checkpoint_every,
             precision=self.precision,
             frozen=base,
@@ -248,13 +253,15 @@ def finetune(
     nodes: int = 4,
     out: str | os.PathLike[str] | None = None,
     resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Result:
     """Fine-tune a Hugging Face model with adapters, by the peers of a hub, or by so many on this PC.
 
     `model` is a folder, or a hub id in the local cache. `data` is a .jsonl, .csv or .parquet file, a
     datasets.Dataset or a list of dicts, with text, prompt and completion, or messages. The adapter and the
-    tokenizer go to the folder `out`. `settings` are those of docs/finetuning.md, like rank=16 or epochs=3.
+    tokenizer go to the folder `out`. `callbacks` are as of `hub.fit`, like [rv.EarlyStopping(3)]. `settings`
+    are those of docs/finetuning.md, like rank=16 or epochs=3.
     """
     given = make_finetuning(model, data, settings)
     if out is not None and Path(out).suffix:
@@ -263,7 +270,7 @@ def finetune(
     logger.info("%s", given.describe())
     with contextlib.ExitStack() as stack:
         swarm = stack.enter_context(local(nodes)) if hub is None else hub
-        result = swarm.fit(job, out=out, resume=resume)
+        result = swarm.fit(job, out=out, resume=resume, callbacks=callbacks)
     if out is not None:
         given.save_tokenizer(Path(out))
     return result

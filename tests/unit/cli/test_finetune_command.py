@@ -20,6 +20,8 @@ def run(*arguments):
         (["model", "--data", "a.jsonl", "--resume"], 3, "--resume needs the --out"),
         (["model", "--data", "a.jsonl", "--rank", "many"], 2, "'many' is not a valid integer"),
         (["model", "--data", "a.jsonl", "--local", "1", "--out", "x", "--rank", "0"], 3, "rank is 0"),
+        (["model", "--data", "a.jsonl", "--early-stop", "0"], 2, "0 is not in the range x>=1"),
+        (["model", "--data", "a.jsonl", "--local", "1", "--out", "x", "--ema", "half"], 2, "'half' is not"),
         (["no/such/model", "--data", "a.jsonl", "--local", "2"], 3, "no/such/model does not exist"),
         (["model", "--data", "a.jsonl", "--local", "-2", "--listen", "x"], 3, "--local -2 is less than none"),
     ],
@@ -33,5 +35,6 @@ def test_mistakes_cost_a_sentence(arguments, code, told, tmp_path, monkeypatch):
 def test_its_help_has_an_example_and_every_setting():
     code, output = run("--help")
     assert code == 0
-    for word in ("--dry-run", "--pack", "--rank", "--base", "--merge", "chats.jsonl"):
+    words = ("--dry-run", "--pack", "--rank", "--base", "--merge", "chats.jsonl", "--evaluate-every")
+    for word in (*words, "--early-stop", "--weight-decay", "--ema", "--precision"):
         assert word in output
