@@ -22,6 +22,7 @@ Command = Sequence[str]
 # All would share one cache. Ten minutes are against what hangs: a busy PC takes long for a test.
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600")
 LEARNING = ("tests/integration/test_demo.py", "tests/integration/test_convergence.py")  # they compute, too
+ATTACKS = ("tests/attacks/test_programs.py",)  # a liar is waited for, which costs nothing
 # They make networks of the same addresses, so one after the other.
 NETWORKS = tuple(
     str(each)
@@ -47,6 +48,7 @@ PROGRAMS: list[Command] = [
     (*PYTEST, *NETWORKS),
     benchmark("soak"),
     (*PYTEST, *LEARNING, "tests/browser"),
+    (*PYTEST, *ATTACKS),
     *map(
         benchmark, ("recovery", "pipeline", "allreduce", "quality", "gallery", "dashboard", "memory", "size")
     ),
@@ -55,7 +57,7 @@ PROGRAMS: list[Command] = [
 SUITES = ("tests/stages", "tests/unit", "tests/properties")
 COMPUTING: list[Command] = [
     ("scripts/check",),
-    (*PYTEST, *leave_out((*SUITES, "tests/integration", "tests/browser"))),
+    (*PYTEST, *leave_out((*SUITES, *ATTACKS, "tests/integration", "tests/browser"))),
     *((*PYTEST, each) for each in SUITES),
     ("scripts/docs",),
     (sys.executable, "-m", "studies.run", "all", "--quick", "--json"),
