@@ -232,6 +232,28 @@ def is_number(host: str) -> bool:
     return True
 
 
+def is_plausible(address: str) -> bool:
+    """Return whether others may reach a PC there; a name may turn out to stand for a number that is not.
+
+    Strangers choose what hub and peers dial: groups, a cloud's own services (169.254.169.254) and whatever
+    listens in all networks of this PC are not for them.
+    """
+    try:
+        host, port = split_address(address)
+    except LinkError:  # a word of a network without addresses; what is none is refused when it is dialled
+        return True
+    return port > 0 and (not is_number(host) or is_plausible_number(host))
+
+
+def is_plausible_number(host: str) -> bool:
+    """Return whether a PC may have this number in a network, or in itself."""
+    number = ipaddress.ip_address(host)
+    if isinstance(number, ipaddress.IPv6Address):
+        number = number.ipv4_mapped or number
+    is_special = number.is_multicast or number.is_unspecified or number.is_link_local
+    return not is_special and not (number.version == 4 and number.is_reserved)
+
+
 def is_everywhere(host: str) -> bool:
     """Return whether a program that listens at this host does so in all networks of this PC."""
     return host in _EVERYWHERE

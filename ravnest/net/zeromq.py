@@ -23,7 +23,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Connection, Endpoint, any_answers
-from ravnest.net.identity import KeyPair, is_number, peer_of, split_address, write_address
+from ravnest.net.identity import (
+    KeyPair,
+    is_number,
+    is_plausible_number,
+    peer_of,
+    split_address,
+    write_address,
+)
 from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
@@ -184,7 +191,7 @@ class ZeroMqTransport(Endpoint):
         except (LinkError, OSError, ValueError):
             return False
         # One of each kind: a name may stand for a router that lets only one of them in.
-        one_of_each = {":" in place: place for place in reversed(places)}.values()
+        one_of_each = {":" in x: x for x in reversed(places) if is_plausible_number(x)}.values()
         return await any_answers(self._answers_at(key, write_address(place, port)) for place in one_of_each)
 
     async def _answers_at(self, key: PublicKey, address: str) -> bool:
@@ -241,6 +248,10 @@ class ZeroMqTransport(Endpoint):
         except (OSError, ValueError) as error:  # ValueError: it cannot be a name, such as a..b
             reason = error.strerror if isinstance(error, OSError) else "that is no name of a host"
             self._lost(connection, f"{host} cannot be found: {reason}")
+            return
+
+        if not is_plausible_number(place):
+            self._lost(connection, f"{host} is at {place}, where no PC can be reached by others")
             return
 
         def accept(frames: list[zmq.Frame]) -> None:

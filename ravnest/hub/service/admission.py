@@ -29,6 +29,7 @@ from ravnest.net.identity import (
     ReadGreeting,
     Token,
     derive_secret,
+    is_plausible,
     peer_of,
     prove,
     read_greeting,
@@ -214,7 +215,8 @@ class Admission:
         taken = {HUB, *self.names.values(), *others}
         name = self.names[peer] = before or next(NodeId(each) for each in names if each not in taken)
         self._peers[name] = peer
-        addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
+        short = (each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
+        addresses = tuple(each for each in short if is_plausible(each))
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 
     def welcome(self, node: Node) -> Welcome:

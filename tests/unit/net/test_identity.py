@@ -8,6 +8,8 @@ from ravnest.net.identity import (
     dialled_from_elsewhere,
     dialled_from_here,
     is_loopback,
+    is_plausible,
+    is_plausible_number,
     load_keys,
     local_hosts,
     new_keys,
@@ -121,6 +123,32 @@ def test_a_door_to_everywhere_is_dialled_at_the_addresses_of_this_pc():
     assert dialled_from_here("tcp://192.0.2.7:77") == "tcp://192.0.2.7:77"
     assert is_loopback("tcp://localhost:77")
     assert not is_loopback("a word")
+
+
+PLACES = [
+    "10.0.0.1",
+    "192.168.1.2",
+    "100.64.0.1",
+    "8.8.8.8",
+    "127.0.0.1",
+    "[::1]",
+    "[fd00::1]",
+    "[64:ff9b::808:808]",
+]
+NOWHERE = ["0.0.0.0", "169.254.169.254", "224.0.0.1", "255.255.255.255", "240.0.0.1"]
+NOWHERE += ["[::]", "[fe80::1]", "[ff02::1]", "[::ffff:169.254.169.254]"]
+
+
+@pytest.mark.parametrize("host", [*PLACES, "hub.example.org"])
+def test_what_may_be_a_pc_is_plausible(host):
+    assert is_plausible(f"tcp://{host}:7700")
+    assert not is_plausible(f"tcp://{host}:0")
+
+
+@pytest.mark.parametrize("host", NOWHERE)
+def test_strangers_cannot_have_groups_or_services_dialled(host):
+    assert not is_plausible(f"tcp://{host}:7700")
+    assert not is_plausible_number(host.strip("[]"))
 
 
 def test_the_addresses_of_this_pc_lead_from_elsewhere():

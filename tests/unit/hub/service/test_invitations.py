@@ -62,8 +62,8 @@ class Door:
         assert self.admit(keys) is None
         self.say_hello(keys)
 
-    def say_hello(self, keys: KeyPair) -> Hello | str:
-        hello = Hello(PROTOCOL_VERSION, Node("n", 1e9, 1e9, 1e6, 1e6))
+    def say_hello(self, keys: KeyPair, *addresses: str) -> Hello | str:
+        hello = Hello(PROTOCOL_VERSION, Node("n", 1e9, 1e9, 1e6, 1e6), addresses=addresses)
         return self.admission.introduce(keys.peer, hello, None, ())
 
 
@@ -104,6 +104,14 @@ def test_what_was_let_in_before_the_others_joined_or_before_the_end_of_its_invit
     door.admission.forget(first.peer)
     door.guests.change(lambda known: known.revoke("anna"))
     assert "withdrawn" in str(door.say_hello(second))
+
+
+def test_others_are_not_told_of_addresses_that_no_pc_has() -> None:
+    door, keys = Door(), new_keys()
+    assert door.admit(keys) is None
+    said = door.say_hello(keys, "tcp://169.254.169.254:80", "tcp://192.168.1.2:7700", "tcp://224.0.0.1:7700")
+    assert isinstance(said, Hello)
+    assert said.addresses == ("tcp://192.168.1.2:7700",)
 
 
 def test_who_proves_nothing_has_no_guest_list_read() -> None:
