@@ -224,7 +224,7 @@ def stage_bytes(line: LineCost, stage: Stage, cluster: Cluster) -> float:
     return float(line.memory(start, stop, window, versions, stage.recompute, predicts, held))
 
 
-def _needed(line: LineCost, used: dict[NodeId, tuple[Stage, Cluster]]) -> dict[NodeId, float]:
+def needed_bytes(line: LineCost, used: dict[NodeId, tuple[Stage, Cluster]]) -> dict[NodeId, float]:
     """Return the memory of all stages, as `stage_bytes` does for one; those that recompute apart."""
     found: dict[NodeId, float] = {}
     for recompute in (False, True):
@@ -257,7 +257,7 @@ def _choose_backups(
 ) -> tuple[Backup, ...]:
     """Give each of the least reliable nodes the smallest spare that could take over its stage."""
     free = {node.name: node.memory_bytes for node in spares}
-    need = _needed(line, used) if spares else {}
+    need = needed_bytes(line, used) if spares else {}
     kept = [b for b in current if b.spare in free and b.node in used and need[b.node] <= free[b.spare]]
     backups = {backup.node: backup.spare for backup in kept}
     busy = set(backups.values())
