@@ -26,7 +26,7 @@ _AVERAGING_COPIES = {
 ALLOCATED = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
 RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
 _DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
-_LEASED = 4  # windows of samples that a root has leased, two each; leases ahead take what is left
+_LEASED = 4  # windows of samples at a root: two leases that are begun; those ahead take what is left
 _NEIGHBOURS = 4  # cuts to either side that none of a block's ends crosses more than
 _ROUNDING = 1e-6
 
