@@ -17,10 +17,9 @@ from ravnest.config import (
     WireChoice,
 )
 from ravnest.ids import NodeId
-from ravnest.plan.assembly import stage_bytes
+from ravnest.plan.assembly import sample_rooms, stage_bytes
 from ravnest.plan.forecast import forecast
 from ravnest.plan.line import LineCost
-from ravnest.plan.sample_room import sample_rooms
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 
 MB = 1e6

@@ -13,9 +13,9 @@ from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsM
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
+from ravnest.plan.assembly import sample_rooms
 from ravnest.plan.forecast import Forecast, Outline, forecast, outline
 from ravnest.plan.line import LineCost
-from ravnest.plan.sample_room import sample_rooms
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings

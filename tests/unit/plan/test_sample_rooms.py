@@ -6,9 +6,8 @@ import pytest
 from support.plan_world import BY_HAND, MB, TWO_POSITIONS, node
 
 from ravnest.ids import NodeId
-from ravnest.plan.assembly import stage_bytes
+from ravnest.plan.assembly import UNBOUNDED, sample_rooms, stage_bytes
 from ravnest.plan.line import LineCost
-from ravnest.plan.sample_room import UNBOUNDED, sample_rooms
 from ravnest.plan.types import Cluster, Stage
 
 LINE = LineCost(TWO_POSITIONS, BY_HAND, is_averaged=False)
