@@ -1,5 +1,6 @@
 """Small things every scenario needs: CPU seconds, a peak of memory, a spread, a Markdown table."""
 
+import contextlib
 import multiprocessing
 import resource
 import statistics
@@ -49,6 +50,18 @@ def peak_of_peer(pid: int) -> int:
     """Return the peaks of an agent and its compute, which are at different times: their sum is a bound."""
     children = psutil.Process(pid).children()
     return sum(memory_of(each)["VmHWM"] for each in (pid, *(child.pid for child in children)))
+
+
+def peak_since_look(pid: int) -> int:
+    """Return what an agent and its compute took at most since the last look, and begin anew.
+
+    Looks that follow each other closely give the peak of both together.
+    """
+    found = peak_of_peer(pid)
+    for each in (pid, *(child.pid for child in psutil.Process(pid).children())):
+        with contextlib.suppress(OSError):  # a system that does not allow it: then it is a bound
+            Path(f"/proc/{each}/clear_refs").write_text("5")
+    return found
 
 
 def held_by_peer(pid: int) -> int:

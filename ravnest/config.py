@@ -278,7 +278,7 @@ class ReserveLimits:
     """How much a cluster has ahead of the leases it is at, for a hub that is away."""
 
     seconds: float = 120.0  # of work, at the rate that is foreseen
-    most_bytes: float = 64e6  # of samples, which wait in the memory of root and leaf
+    most_bytes: float = 64e6  # of samples in one PC, at most: no more than fits beside its stage
     most_microbatches: int = 2048  # the hub hears of each of them when it is back
     most_repeated: int = 4096  # messages about its work that a peer says again
 

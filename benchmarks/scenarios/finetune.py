@@ -1,5 +1,6 @@
 """LoRA through four stages against peft in one process: loss on the same data, tokens per second, memory."""
 
+import argparse
 import contextlib
 import string
 import sysconfig
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import in_fresh_process, peak_of_peer, say, spread, table
+from benchmarks.measure import in_fresh_process, peak_since_look, say, spread, table
 
 Figures = dict[str, Any]
 
@@ -41,19 +42,29 @@ class Shape:
 FULL = Shape(width=64, num_layers=8, num_first_updates=300, num_updates=100, batch_size=8, length=64)
 LARGE = Shape(width=768, num_layers=8, num_first_updates=0, num_updates=4, batch_size=8)  # for memory
 SMALL = Shape(width=32, num_layers=4, num_first_updates=0, num_updates=4, batch_size=8, length=32, rank=2)
+LITTLE = replace(LARGE, width=32, length=32, rank=2)  # as many operations, almost no bytes
+LENT_BYTES = {"fp32": 1.67e8, "int4": 1.25e8}  # a tenth more than the largest stage needs
 QUICK = replace(SMALL, num_first_updates=8, num_updates=8)
 
 
-def run(quick: bool) -> tuple[Figures, str, list[str]]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Let a run be a part of the whole."""
+    parser.add_argument("--memory", action="store_true", help="only that part, printed; no report is written")
+
+
+def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[str]]:
     if quick:
         found = _compare(QUICK, 0, ("fp32",))
         assert abs(found["fp32"]["over_one_process"]) < WITHIN, found
         assert found["one_process"]["loss"] < found["one_process"]["first_loss"], found
         return found, "", []
-    figures: Figures = {"seeds": [_compare(FULL, seed, ("fp32", "int4")) for seed in SEEDS]}
-    program_bytes = max(each["peak_bytes"] for each in _measure_memory(SMALL, "fp32", 0))
-    figures["program_bytes"] = program_bytes
-    figures["memory"] = {base: _measure_memory(LARGE, base, program_bytes) for base in ("fp32", "int4")}
+    seeds = [] if options.memory else [_compare(FULL, seed, ("fp32", "int4")) for seed in SEEDS]
+    program_bytes = max(each["peak_bytes"] for each in _measure_memory(LITTLE, "fp32", 0))
+    memory = {base: _measure_memory(LARGE, base, program_bytes) for base in ("fp32", "int4")}
+    figures: Figures = {"seeds": seeds, "program_bytes": program_bytes, "memory": memory}
+    if options.memory:
+        say(_report_memory(figures))
+        return figures, "", _missed(figures)
     return figures, _report(figures), _missed(figures)
 
 
@@ -230,9 +241,10 @@ def _watch_memory(folder: Path, shape: Shape, base: str) -> list[Figures]:
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
             with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
-                peaks[node].append((len(record.reports), peak_of_peer(pid)))
+                peaks[node].append((len(record.reports), peak_since_look(pid)))
 
-    record = train(job, Setting([None] * NUM_STAGES, ()), watch=watch, form=_cut_evenly)
+    setting = Setting([None] * NUM_STAGES, (), memory_bytes=LENT_BYTES[base])
+    record = train(job, setting, watch=watch, form=_cut_evenly)
     assert record.profile is not None
     assert record.config is not None
     line = LineCost(record.profile, record.config, is_averaged=False)
@@ -249,7 +261,7 @@ def _watch_memory(folder: Path, shape: Shape, base: str) -> list[Figures]:
 def _missed(figures: Figures) -> list[str]:
     missed = [
         f"seed {seed}: with the base in {base} the loss is {each[base]['over_one_process']:+.2%}"
-        for seed, each in zip(SEEDS, figures["seeds"], strict=True)
+        for seed, each in zip(SEEDS, figures["seeds"], strict=False)
         for base in ("fp32", "int4")
         if each[base]["over_one_process"] > WITHIN
     ]
@@ -274,26 +286,34 @@ def _report(figures: Figures) -> str:
             words = f"{NUM_STAGES} stages, base in {base}"
             change = f"{found['over_one_process']:+.2%}"
             rows.append([seed, words, f"{found['loss']:.4f}", change, f"{found['tokens_per_second']:,}"])
-    memory = [
+    speeds = {
+        key: spread([each[key]["tokens_per_second"] for each in figures["seeds"]])["median"]
+        for key in ("one_process", "fp32", "int4")
+    }
+    quality = _METHOD.format(
+        quality=table(["seed", "run", "validation loss", "over one process", "tokens/s"], rows),
+        speeds=", ".join(f"{key} {value:,.0f}" for key, value in speeds.items()),
+    )
+    return f"{quality}\n{_report_memory(figures)}"
+
+
+def _report_memory(figures: Figures) -> str:
+    rows = [
         [
             base,
             peer["node"],
             _mega(peer["planned_bytes"]),
             _mega(peer["training_bytes"]),
             f"{peer['over_plan']:+.1%}",
+            f"{(peer['training_bytes'] - peer['planned_bytes']) / 1e6:+.0f}",
         ]
         for base, peers in figures["memory"].items()
         for peer in peers
     ]
-    speeds = {
-        key: spread([each[key]["tokens_per_second"] for each in figures["seeds"]])["median"]
-        for key in ("one_process", "fp32", "int4")
-    }
-    return _METHOD.format(
-        quality=table(["seed", "run", "validation loss", "over one process", "tokens/s"], rows),
-        memory=table(["base", "peer", "planned MB", "peak MB", "over plan"], memory),
-        speeds=", ".join(f"{key} {value:,.0f}" for key, value in speeds.items()),
+    return _MEMORY.format(
+        memory=table(["base", "peer", "planned MB", "peak MB", "over plan", "over plan MB"], rows),
         program=_mega(figures["program_bytes"]),
+        lent=" and ".join(f"{_mega(size)} MB ({base})" for base, size in LENT_BYTES.items()),
     )
 
 
@@ -315,8 +335,12 @@ with one thread each; all of them share its cores, so tokens/s say what stages c
 
 Tokens/s, median: {speeds}.
 
-Memory: width 768 (33 M parameters), rows of 96 letters, four updates. Peak is the largest resident size of a
-peer, less that of a peer with a stage of almost nothing, {program} MB.
+"""
+
+_MEMORY = """\
+Memory: width 768 (33 M parameters), rows of 96 letters, four updates; each peer lends {lent}.
+Peak is the largest resident size of a peer, its agent and its compute at the same moment, less that of a peer
+with a stage of as many operations and almost no bytes, {program} MB.
 
 {memory}
 """

@@ -1,5 +1,6 @@
 """Peak memory of every peer against what the plan said, and against training in one process."""
 
+import argparse
 import contextlib
 from collections import defaultdict
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import in_fresh_process, memory_of, peak_of_peer, say, table
+from benchmarks.measure import in_fresh_process, memory_of, peak_since_look, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
@@ -18,18 +19,29 @@ Figures = dict[str, Any]
 PLAN_TARGET = 0.10
 SINGLE_TARGET = 0.60
 NUM_MICROBATCHES = 8
-MODEL, QUICK_MODEL = "mlp-512x12-b256", "mlp-64x6-b32"
+MODEL, SMALL_MODEL = "mlp-512x12-b256", "mlp-64x12-b32"  # as many operations
+QUICK_MODEL = "mlp-64x6-b32"
 SETTINGS = {"wide": "fp32 fp32", "int8": "bf16 int8"}
 LENT_BYTES = 3.2e8  # by each peer for its stage: less than its share with all activations kept
 
 
-def run(quick: bool) -> tuple[Figures, str, list[str]]:
-    small = _measure_swarm(QUICK_MODEL, 3, 0)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Let a run be a part of the whole."""
+    names = ("stages", *SETTINGS, "frozen")
+    parser.add_argument("--only", choices=names, help="one setting, printed; no report is written")
+
+
+def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[str]]:
+    small = _measure_swarm(QUICK_MODEL if quick else SMALL_MODEL, 3, 0)
     program_bytes = max(stage["peak_bytes"] for stage in small)
     say(f"a peer with a stage of almost nothing: {_mega(program_bytes)} MB")
     if quick:
         assert all(0 < stage["planned_bytes"] < stage["peak_bytes"] < 1e9 for stage in small), small
         return {"program_bytes": program_bytes}, "", []
+    if options.only:
+        is_frozen, states = options.only == "frozen", SETTINGS.get(options.only, "")
+        found = _measure_swarm(MODEL, 6, program_bytes, states, is_frozen=is_frozen)
+        return {"program_bytes": program_bytes, options.only: found}, "", []
     stages = _measure_swarm(MODEL, 6, program_bytes)
     figures: Figures = {"program_bytes": program_bytes, "stages": stages}
     for key, states in SETTINGS.items():
@@ -70,7 +82,7 @@ def _measure_swarm(
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
             with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
-                peaks[node].append((len(record.reports), peak_of_peer(pid)))
+                peaks[node].append((len(record.reports), peak_since_look(pid)))
 
     record = train(job, Setting([3e10] * 3, cuts, memory_bytes=LENT_BYTES), plan, watch=watch)
     assert record.profile is not None
@@ -189,9 +201,9 @@ Twelve blocks (LayerNorm and an MLP, width 512; 101 MB of parameters), AdamW, ba
 travel as 8 microbatches, three stages of four blocks on peers that lend 320 MB each. The weights that
 microbatches in flight have seen and the optimizer's moments are kept in the formats named (decision 21); in
 the last run the matrices are frozen, and vectors alone are trained. Peak is the largest
-resident size of a real peer (VmHWM), less that of a peer with a stage of almost nothing, {program} MB:
-Python, torch and its libraries. The plan's figure is without its constant for these. "With the end" includes
-handing over the trained weights.
+resident size of a real peer, its agent and its compute at the same moment, less that of a peer with a stage
+of as many operations and almost no bytes, {program} MB: Python, torch and its libraries. The plan's figure is
+without its constant for these. "With the end" includes handing over the trained weights.
 
 {stages}
 

@@ -60,7 +60,6 @@ from ravnest.peer.fences import PROGRAMS, Fence, FenceWishes, close_late, descri
 from ravnest.peer.machine import (
     HoleWatch,
     keep_few_arenas,
-    kept_bytes,
     own_memory_bytes,
     return_freed_memory,
     trim_freed_memory,
@@ -189,7 +188,8 @@ class ComputeThread:
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 46  # the agent has bounded what it takes from others
-_ROOM, _OWN_BYTES, _THREAD_BYTES = 1.1, 256 << 20, 16 << 20  # plans are right to a tenth; libraries grow, too
+# Large stages keep to plans within a tenth; small ones miss by tens of MB, and libraries grow, too.
+_ROOM, _OWN_BYTES, _THREAD_BYTES = 1.1, 256 << 20, 16 << 20
 
 
 class _RemarkHandler(logging.Handler):
@@ -308,12 +308,12 @@ class _Service:
 
 def _fill_holes(lent_bytes: float) -> Callable[[], None]:
     """Return what gives the system back freed memory between tensors, once there is much of it."""
-    watch = HoleWatch(kept_bytes(lent_bytes))
+    watch = HoleWatch(lent_bytes, own_memory_bytes())
 
     def look() -> None:
         if watch.look(own_memory_bytes()):
             trim_freed_memory()
-            watch.look(own_memory_bytes())
+            watch.record(own_memory_bytes())
 
     return look
 

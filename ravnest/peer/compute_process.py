@@ -63,7 +63,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_CRASHES = 3  # on one stage
 _LEAST_FRAME_BYTES = 1 << 28  # so much may cross at once however little is lent
 _NUM_KEPT_LINES, _LONGEST_LINE = 20, 400
-_OWN_ROOM = 1.1  # times what is lent: plans are right to a tenth
+_OWN_ROOM = 1.1  # times what is lent: large stages keep to their plans within a tenth
 # What a process needs of its environment to find Python, torch and a GPU, and names that begin so.
 _VARIABLES = (
     *("PATH", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "CONDA_PREFIX", "SYSTEMROOT", "WINDIR", "PATHEXT"),

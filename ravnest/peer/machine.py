@@ -24,7 +24,9 @@ from ravnest.units import show_bytes, show_value
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as malloc.h of glibc numbers them
 _LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
 _KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
-_KEPT_SHARE = 0.05
+_LEAST_KEPT_BYTES = 1 << 22  # of a small stage: giving back less costs more than it brings
+_KEPT_SHARE = 0.05  # the plan adds as much to what its stage needs, and nothing for what is kept beyond that
+_FADING = 0.01  # of what was needed before, with each piece of work that needs less
 _NUM_ARENAS = 2  # of the event loop, and of all threads beside it: each keeps freed memory of its own
 _FAST_BINS = 1
 # Aligned tensors leave splinters of 32 to 96 bytes beside them. glibc caches these instead of joining them to
@@ -36,7 +38,7 @@ def return_freed_memory(lent_bytes: float) -> None:
     """Have large tensors given back to the system when they are freed, so that a peer takes what is planned.
 
     By itself the allocator of glibc keeps them once it has seen some, up to half as much again, and smaller
-    ones for every thread. A twentieth of what is lent may be kept: the plan counts that.
+    ones for every thread. What it keeps now at the end of a heap, and between tensors, HoleWatch looks at.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another allocator
         library = ctypes.CDLL(None)
@@ -46,9 +48,10 @@ def return_freed_memory(lent_bytes: float) -> None:
     keep_few_arenas()
 
 
-def kept_bytes(lent_bytes: float) -> int:
-    """Return how much freed memory the allocator may keep."""
-    return int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes))
+def kept_bytes(lent_bytes: float, used_bytes: float = float("inf")) -> int:
+    """Return how much freed memory may be kept: a twentieth of what is used, but for small stages."""
+    share = max(_LEAST_KEPT_BYTES, _KEPT_SHARE * used_bytes)
+    return int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes, share))
 
 
 def keep_few_arenas() -> None:
@@ -67,19 +70,22 @@ def trim_freed_memory() -> None:
 class HoleWatch:
     """Tells when a program may have so much freed memory between what it uses that it should be given back.
 
-    The allocator gives back by itself what is freed at the end of a heap, never what is in the middle.
+    The allocator gives back by itself what is freed at the end of a heap, never what is in the middle. Holes
+    that lie within what was needed before cost nothing, and the next tensors fill them: they stay.
     """
 
-    kept_bytes: float
-    least_bytes: float = float("inf")  # that the program had since it last gave back what was freed
+    lent_bytes: float
+    own_bytes: float  # of the program itself, before it had a stage
+    needed_bytes: float = 0.0  # the most that was left when freed memory had been given back
 
     def look(self, taken_bytes: float) -> bool:
-        """Return whether to give back now; then look again at what is left."""
-        if taken_bytes > self.least_bytes + self.kept_bytes:
-            self.least_bytes = float("inf")
-            return True
-        self.least_bytes = min(self.least_bytes, taken_bytes)
-        return False
+        """Return whether to give back now; what is left then is to be recorded."""
+        self.needed_bytes -= _FADING * max(0.0, self.needed_bytes - taken_bytes)
+        return taken_bytes > self.needed_bytes + kept_bytes(self.lent_bytes, taken_bytes - self.own_bytes)
+
+    def record(self, left_bytes: float) -> None:
+        """Record what is left when freed memory was given back."""
+        self.needed_bytes = max(self.needed_bytes, left_bytes)
 
 
 def own_memory_bytes() -> float:

@@ -15,9 +15,10 @@ import numpy as np
 from ravnest.config import PlanConfig, WireFormat
 from ravnest.ids import NodeId
 from ravnest.plan.cost import NodeTable, Rows, timing
-from ravnest.plan.line import Floats, Ints, LineCost
+from ravnest.plan.line import ALLOCATED, Floats, Ints, LineCost
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm
 
+UNBOUNDED = 2**62  # samples
 _MOST_USE = 0.5  # of the time, for a link that carries a wider format than it must
 
 
@@ -240,6 +241,30 @@ def _needed(line: LineCost, used: dict[NodeId, tuple[Stage, Cluster]]) -> dict[N
         memory = line.memory(start, stop, window, versions, recompute, predicts, held)
         found.update(zip(names, memory.tolist(), strict=True))
     return found
+
+
+def sample_rooms(
+    clusters: Sequence[Cluster], line: LineCost, nodes: Mapping[NodeId, Node]
+) -> list[tuple[int, ...]]:
+    """Return the samples that fit beside each stage of each cluster, those that are leased included.
+
+    A root waits with the fields of a batch, any other stage that consumes some with labels, or with those
+    that the root consumes, too. The line does not know which, so every one but the root counts all of them.
+    """
+    needed = _needed(line, {stage.node: (stage, each) for each in clusters for stage in each.stages})
+    sizes = line.crossing / line.profile.samples_per_batch  # of a sample
+    everything = float(sizes[0] + sizes[-1])
+    found = []
+    for cluster in clusters:
+        free = [nodes[stage.node].memory_bytes - needed[stage.node] for stage in cluster.stages]
+        free[0] += ALLOCATED * line.leased_bytes(cluster.stages[0].window)
+        first = everything if len(free) == 1 else float(sizes[0])
+        found.append(tuple(_count(room, everything if k else first) for k, room in enumerate(free)))
+    return found
+
+
+def _count(room_bytes: float, sample_bytes: float) -> int:
+    return UNBOUNDED if sample_bytes <= 0 else max(0, int(room_bytes / (ALLOCATED * sample_bytes)))
 
 
 def _input_ratio(stage: Stage, cluster: Cluster) -> float:

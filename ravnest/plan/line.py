@@ -23,10 +23,10 @@ Bools = npt.NDArray[np.bool_]
 _AVERAGING_COPIES = {
     each: 2.0 + each.ratio + (0.0 if each is WireFormat.FP32 else 2 * 0.5) for each in WireFormat
 }
-_SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
+ALLOCATED = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
 RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
 _DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
-_LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
+_LEASED = 4  # windows of samples at a root: two leases that are begun; those ahead take what is left
 _NEIGHBOURS = 4  # cuts to either side that none of a block's ends crosses more than
 _ROUNDING = 1e-6
 
@@ -243,6 +243,10 @@ class LineCost:
         """Bytes that cross each cut, uncompressed."""
         return np.asarray(self.profile.crossing_bytes, float)
 
+    def leased_bytes(self, window: int) -> float:
+        """Return the bytes of samples that a root of this window has leased."""
+        return float(window * _LEASED * self.crossing[0])
+
     @property
     def sample_bytes(self) -> float:
         """Bytes of a batch that the hub sends to each cluster."""
@@ -298,7 +302,7 @@ class StageMemory:
         self._resident = line.resident[stop] - line.resident[start]
         self._saved = line.saved[stop] - line.saved[start]
         self._arrived = line.receive_before[start] if held_bytes is None else held_bytes
-        self._leased = np.where(start == 0, _LEASED * line.crossing[0], 0.0)
+        self._leased = np.where(start == 0, line.leased_bytes(1), 0.0)
         self._restored = 0.0 if line.restored is None else line.restored.find(start, stop)
         self._blocks: StageBlocks | None = None
 
@@ -312,7 +316,7 @@ class StageMemory:
             held += self._blocks.held(window)
         late = self._line.late_copies(versions, self._predicts)
         needed = self._resident + late * self._trained + held + self._restored
-        return np.asarray(_SLACK * needed + self._line.config.overhead_bytes)
+        return np.asarray(ALLOCATED * needed + self._line.config.overhead_bytes)
 
 
 def _cumulative(values: tuple[float, ...]) -> Floats:

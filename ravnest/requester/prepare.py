@@ -117,9 +117,9 @@ def prepare(
 
 
 def _size_reserve(settings: JobSettings, profile: ModelProfile) -> JobSettings:
-    """Let clusters have samples ahead, as many as fit where they enter and where they are compared."""
-    widest = max(profile.crossing_bytes[0], profile.crossing_bytes[-1]) / profile.samples_per_batch
-    most = int(RESERVE.most_bytes // max(widest, 1.0))
+    """Let clusters have samples ahead; where PCs have memory for fewer, the hub grants fewer."""
+    sample_bytes = (profile.crossing_bytes[0] + profile.crossing_bytes[-1]) / profile.samples_per_batch
+    most = int(RESERVE.most_bytes // max(sample_bytes, 1.0))
     return replace(settings, reserve_seconds=RESERVE.seconds, reserve_samples=most)
 
 

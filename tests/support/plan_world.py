@@ -17,7 +17,7 @@ from ravnest.config import (
     WireChoice,
 )
 from ravnest.ids import NodeId
-from ravnest.plan.assembly import stage_bytes
+from ravnest.plan.assembly import sample_rooms, stage_bytes
 from ravnest.plan.forecast import forecast
 from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
@@ -206,11 +206,25 @@ def check_memory(plan, profile, swarm, config):
             assert each.memory_bytes <= each.available_bytes
     line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
     places = {stage.node: (stage, each) for each in plan.clusters for stage in each.stages}
+    check_sample_rooms(plan, line, {each.name: each for each in swarm.nodes})
     assert len({backup.spare for backup in plan.backups}) == len(plan.backups)
     assert len({backup.node for backup in plan.backups}) == len(plan.backups)
     for backup in plan.backups:
         assert backup.spare in plan.spares
         assert stage_bytes(line, *places[backup.node]) <= memory[backup.spare]
+
+
+def check_sample_rooms(plan, line, nodes):
+    """What may wait in a node fits beside its stage; the stage's own leases are in the plan."""
+    sizes = line.crossing / line.profile.samples_per_batch
+    for cluster, rooms in zip(plan.clusters, sample_rooms(plan.clusters, line, nodes), strict=True):
+        for stage, room in zip(cluster.stages, rooms, strict=True):
+            is_first, is_last = stage.start == 0, stage.stop == line.num_positions
+            size = sizes[0] + sizes[-1] * (is_last or not is_first)
+            leased = 1.05 * line.leased_bytes(stage.window) if is_first else 0.0
+            waiting = 0.0 if size == 0 else room * size
+            assert room >= 0
+            assert stage_bytes(line, stage, cluster) - leased + waiting <= nodes[stage.node].memory_bytes + 1
 
 
 def _tiles(intervals, length):

@@ -18,7 +18,7 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.lease_queries import LeaseQueries
-from ravnest.hub.coordinator.lease_reserve import LEASES_AHEAD, find_room
+from ravnest.hub.coordinator.lease_reserve import LEASES_AHEAD, count_places, find_room
 from ravnest.hub.coordinator.leases import (
     LeaseBook,
     LedgerState,
@@ -436,7 +436,8 @@ class Ledger(LeaseQueries):
                 break
             before, ahead = self._book.num_before, self._open.ahead_of(cluster.cluster_id)
             num_left = self._schedule.next_place(self._evaluated, before) - before
-            facts = (cluster.samples_per_second, ahead, self._open.num_ahead, num_left)
+            most = count_places(cluster, placement, self._open.of(cluster.cluster_id))
+            facts = (cluster.samples_per_second, ahead, self._open.num_ahead, num_left, most)
             if find_room(self._settings, *facts) < self._lease_size(cluster, share):
                 break
             orders += self._lease(cluster, placement, share, is_ahead=True)

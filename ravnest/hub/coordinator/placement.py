@@ -13,7 +13,9 @@ from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsM
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
+from ravnest.plan.assembly import sample_rooms
 from ravnest.plan.forecast import Forecast, Outline, forecast, outline
+from ravnest.plan.line import LineCost
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
@@ -35,6 +37,7 @@ class ClusterState:
     cluster_id: str  # its name in the ledger, never used again
     version: int = 0
     samples_per_second: float = 0.0  # as foreseen
+    sample_rooms: tuple[int, ...] = ()  # by stage: the samples that it has memory to wait with
     stopped_at: float | None = None  # since when it, or the cluster it replaces, stands still
     phase: ClusterPhase = ClusterPhase.BUILDING
 
@@ -449,6 +452,7 @@ class Placement:
         self._tries_spares = False
         self._planned_costs = profile, config = self.costs
         self._outline, self._outlook = outline(plan, profile, Swarm(tuple(planned.values())), config), None
+        rooms = sample_rooms(plan.clusters, LineCost(profile, config, len(plan.clusters) > 1), planned)
         before, kept = self._clusters, {x.root: x for x in self._clusters if not x.is_broken}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
@@ -461,6 +465,7 @@ class Placement:
                 built.append(state)
             state.name = name
             state.samples_per_second = self._outline.cluster_rates[index]
+            state.sample_rooms = rooms[index]
             clusters.append(state)
         self._place(tuple(clusters))
         here = set(clusters)

@@ -1,5 +1,7 @@
 """Leases ahead: how far, in which order they are begun; what is trained without a hub counts once."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
@@ -15,6 +17,8 @@ from ravnest.hub.coordinator.notices import (
     Returned,
 )
 from ravnest.ids import LeaseId, MicrobatchId
+from ravnest.plan.assembly import stage_bytes
+from ravnest.plan.line import LineCost
 from ravnest.protocol.training import LeaseBegin, LeaseGrant
 
 LONG = {"num_samples": 1600, "num_validation": 0, "epochs": 1, "reserve_seconds": 0.6}
@@ -50,12 +54,14 @@ def lease_of(*sizes):
 
 def test_a_reserve_is_bounded_by_time_by_bytes_by_microbatches_and_by_what_is_left_for_others():
     settings = job(reserve_seconds=10.0, reserve_samples=70).settings
-    assert find_room(settings, 5.0, (), 0, 10**6) == 50
-    assert find_room(settings, 50.0, (), 0, 10**6) == 70
-    assert find_room(settings, 5.0, (lease_of(8, 8), lease_of(8)), 24, 10**6) == 26
-    assert find_room(settings, 5.0, (lease_of(*[0] * RESERVE.most_microbatches),), 0, 10**6) == 0
-    assert find_room(settings, 5.0, (), 40, 60) == 10, "with it, half of what is left is ahead"
-    assert find_room(settings, 5.0, (), 70, 60) == 0
+    assert find_room(settings, 5.0, (), 0, 10**6, 10**6) == 50
+    assert find_room(settings, 50.0, (), 0, 10**6, 10**6) == 70
+    assert find_room(settings, 5.0, (lease_of(8, 8), lease_of(8)), 24, 10**6, 10**6) == 26
+    assert find_room(settings, 5.0, (lease_of(*[0] * RESERVE.most_microbatches),), 0, 10**6, 10**6) == 0
+    assert find_room(settings, 5.0, (), 40, 60, 10**6) == 10, "with it, half of what is left is ahead"
+    assert find_room(settings, 5.0, (), 70, 60, 10**6) == 0
+    assert find_room(settings, 5.0, (lease_of(8),), 8, 10**6, 20) == 12, "memory for 20"
+    assert find_room(settings, 5.0, (), 0, 10**6, -3) == 0
 
 
 def test_leases_ahead_grow_with_training_up_to_the_seconds_asked_for_and_are_begun_in_order():
@@ -72,6 +78,47 @@ def test_leases_ahead_grow_with_training_up_to_the_seconds_asked_for_and_are_beg
     for cluster in clusters:
         mine = [number for number in begun if world.leases[number].cluster_id == cluster.cluster_id]
         assert mine == sorted(mine), "the samples of the first are there first"
+    finishes(world)
+
+
+def line_of(world):
+    profile, config = world.hub.placement.costs
+    return LineCost(profile, config, is_averaged=len(world.hub.clusters) > 1)
+
+
+def find_waiting(world):
+    """Return the bytes that each node with leases ahead may wait with, and what its plan leaves for them."""
+    line, memory = line_of(world), {name: peer.node.memory_bytes for name, peer in world.peers.items()}
+    for cluster in (each for each in world.hub.clusters if held(world, each)):
+        begun = sum(sum(x.num_samples) for x in world.open_leases if x.cluster_id == cluster.cluster_id)
+        takers = dict(world.hub.placement.fields(cluster, is_evaluation=False))
+        for stage in (each for each in cluster.cluster.stages if each.node in takers):
+            left = memory[stage.node] - stage_bytes(line, stage, cluster.cluster)
+            left += line.leased_bytes(stage.window) if stage.start == 0 else 0.0
+            size = 1e6 * (
+                1 + (stage.start > 0 or stage.stop == line.num_positions)
+            )  # others have labels, too
+            yield size * (begun + held(world, cluster)), left
+
+
+@pytest.mark.parametrize("lent_mb", [115.0, 130.0, 400.0])
+def test_samples_of_a_megabyte_wait_within_what_pcs_lend(lent_mb):
+    facts = {"chunk_batches": 1, "reserve_seconds": 60.0, "reserve_samples": 32}
+    given = job(**(LONG | {"num_samples": 400} | facts))
+    ends, inner = 10e6, given.profile.crossing_bytes[1:-1]  # of ten samples
+    given = replace(given, profile=replace(given.profile, crossing_bytes=(ends, *inner, ends)))
+    world, most = HubWorld(given), [0.0]
+    world.join(*"abcd", memory_mb=lent_mb)
+
+    def look():
+        for waiting, left in find_waiting(world):
+            assert waiting <= left
+            most.append(waiting)
+        assert all(held(world, each) <= 32 for each in world.hub.clusters)
+        return world.is_finished
+
+    world.run_until(look)
+    assert (max(most) > 0) == (lent_mb > 120), "where stages fill what is lent, there is no reserve"
     finishes(world)
 
 
