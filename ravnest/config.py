@@ -8,14 +8,17 @@ arguments.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cache
-from typing import Any, Literal
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from ravnest.errors import ConfigError
-from ravnest.foreign import Document, Quantity, parse_table, quote, with_known_settings
+from ravnest.foreign import Document, Quantity, parse_table, quote, suggest
 from ravnest.units import Dimension
+
+_T = TypeVar("_T")
 
 
 class WireFormat(StrEnum):
@@ -195,6 +198,23 @@ class Favour(StrEnum):
     def least_efficiency(self) -> float:
         """The training effect of a sample, in that of one process, below which no cluster is added."""
         return 0.9 if self is Favour.QUALITY else 0.8
+
+
+def with_known_settings(record: type[_T]) -> type[_T]:
+    """Let a dataclass that people make by keywords tell what is misspelt."""
+    make = record.__init__
+    known = list(signature(make).parameters)[1:]
+
+    @wraps(make)
+    def make_known(self: _T, *values: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in known:
+                problem = f"{record.__name__} has no setting {quote(name)}"
+                raise ConfigError(f"{problem}; {suggest(name, known)}")
+        make(self, *values, **settings)
+
+    record.__init__ = make_known  # type: ignore[assignment]
+    return record
 
 
 @with_known_settings

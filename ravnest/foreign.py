@@ -12,8 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from functools import cache, wraps
-from inspect import signature
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 
@@ -258,23 +257,6 @@ def suggest(name: str, known: Collection[str]) -> str:
     """Return what someone may have meant by a name that is not known."""
     close = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-
-
-def with_known_settings(record: type[_T]) -> type[_T]:
-    """Let a dataclass that people make by keywords tell what is misspelt."""
-    make = record.__init__
-    known = list(signature(make).parameters)[1:]
-
-    @wraps(make)
-    def make_known(self: _T, *values: Any, **settings: Any) -> None:
-        for name in settings:
-            if name not in known:
-                problem = f"{record.__name__} has no setting {quote(name)}"
-                raise ConfigError(f"{problem}; {suggest(name, known)}")
-        make(self, *values, **settings)
-
-    record.__init__ = make_known  # type: ignore[assignment]
-    return record
 
 
 def parse_table(text: str, where: str) -> Document:

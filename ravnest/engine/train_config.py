@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ravnest.config import DELTA_FORMATS, EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
+from ravnest.config import (
+    DELTA_FORMATS,
+    EXACT_FORMATS,
+    StateFormat,
+    WeightFormat,
+    WireFormat,
+    with_known_settings,
+)
 from ravnest.engine.optimizers import (
     Adafactor,
     Adagrad,
@@ -22,7 +29,7 @@ from ravnest.engine.optimizers import (
     Sgd,
 )
 from ravnest.errors import UnsafeBlueprint
-from ravnest.foreign import Document, parse_json, quote, with_known_settings
+from ravnest.foreign import Document, parse_json, quote
 
 _MOST_BYTES = 4 << 20
 _MOST_UPDATES = 1 << 40

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ravnest.config import FrozenFormat, Mean
+from ravnest.config import FrozenFormat, Mean, with_known_settings
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
-from ravnest.foreign import with_known_settings
 from ravnest.model.capture.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.capture.model_with_loss import Metric
 from ravnest.model.stage.profile import find_matrices

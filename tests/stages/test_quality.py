@@ -44,6 +44,9 @@ def test_a_swarm_is_judged_against_the_tuned_loop_and_the_plain_one():
     assert len(make_report([*loops, swarm("vit", 0.3, 0.88)])[2]) == 2
     # What was asked for is shown and not judged.
     assert make_report([*loops, swarm("vit", 0.3, 0.88, clusters=2)])[2] == []
+    alone = {**swarm("vit", 0.3, 0.945), "clusters": 1}
+    (missed,) = make_report([*loops, alone])[2]
+    assert "no swarm had more than one cluster" in missed
     losses = [loop("gpt-200", "tuned", 2.0, 0.0), swarm("gpt-200", 2.05, 0.0)]
     assert make_report(losses)[2] == ["gpt-200, 2 nodes: +2.5 % loss against the tuned loop"]
 

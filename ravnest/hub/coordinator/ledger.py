@@ -77,8 +77,7 @@ class Ledger(LeaseQueries):
         self.settings = self._settings = settings
         self.draws = Draws(settings.draw_seed)
         self.num_counted = 0  # samples trained so far, over all epochs
-        self._open = OpenLeases()
-        self._shares = BatchShares()
+        self._open, self._shares = OpenLeases(), BatchShares()
         self.num_starts = 0
         self.is_paused = False  # also while training begins again
         self.restart()

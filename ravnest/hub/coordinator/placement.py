@@ -315,15 +315,6 @@ class Placement:
         owners = (stage.node for cluster in self._plan.clusters for stage in cluster.stages)
         return tuple(name for name in owners if name not in names)
 
-    def absent_of_rings(self, absent: Collection[NodeId]) -> Callable[[NodeId], tuple[NodeId, ...]]:
-        """Return who tells which of these are in a node's rings: a message has no room for all of a swarm."""
-        if not absent:
-            return lambda _: ()
-        away = frozenset(absent)
-        gone = [tuple(x for x in ring.owners if x in away) for ring in self.rings]
-        rings = self._contacts.rings
-        return lambda name: tuple(dict.fromkeys(x for number, _ in rings(name) for x in gone[number]))
-
     def slowest_link(self, names: Collection[NodeId]) -> float:
         """Return the bytes per second that the slowest of these sends or receives."""
         nodes = [self.membership[name].node for name in names]

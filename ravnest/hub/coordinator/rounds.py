@@ -26,6 +26,7 @@ from ravnest.hub.coordinator.robust_rounds import (
 )
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.sharing import LEAST_UPDATES
+from ravnest.plan.types import Ring
 from ravnest.protocol.averaging import (
     RoundAbort,
     RoundChecked,
@@ -168,6 +169,16 @@ _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
 _FEW_ROUNDS = 2  # a cluster that would stay away from more makes no exact update with the others
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
+
+
+def _absent_by_owner(absent: Collection[NodeId], rings: Iterable[Ring]) -> dict[NodeId, tuple[NodeId, ...]]:
+    """Return who is absent from the rings of each owner: a message has no room for all of a swarm."""
+    found: dict[NodeId, tuple[NodeId, ...]] = {}
+    away = frozenset(absent)
+    for ring in rings:
+        if gone := tuple(owner for owner in ring.owners if owner in away):
+            found |= {owner: (*found.get(owner, ()), *gone) for owner in ring.owners}
+    return {owner: tuple(dict.fromkeys(names)) for owner, names in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,15 +416,14 @@ class Rounds:
         anchor_round = round_id if anchor_round is None else anchor_round
         wire_format = config.exact_gradients if sums_gradients else config.deltas
         least = choose_least_chunk(placement.slowest_link(names), wire_format)
-        away = placement.absent_of_rings(absent)
+        away = _absent_by_owner(absent, placement.rings)
         sends = placement.introduce(absent)
         for cluster in clusters:
             opened = RoundOpen(cluster.build_id, round_id, seconds, is_blocking, is_final, (), anchor_round)
             opened = replace(opened, is_anchor=cluster is first and not sums_gradients, least_chunk=least)
             opened = replace(opened, sums_gradients=sums_gradients)
-            sends += [
-                Send(name, self._weigh(replace(opened, left_out=away(name)), name)) for name in cluster.nodes
-            ]
+            told = ((name, replace(opened, left_out=away.get(name, ()))) for name in cluster.nodes)
+            sends += [Send(name, self._weigh(each, name)) for name, each in told]
         return sends
 
     def _find_roster(self, clusters: tuple[ClusterState, ...]) -> RobustRoster | None:

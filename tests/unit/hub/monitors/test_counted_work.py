@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from ravnest.hub.coordinator.placement import ClusterState
-from ravnest.hub.monitors.counted_work import ClusterWork, CountedWork
+from ravnest.hub.monitors.lease_checks import ClusterWork, CountedWork
 
 
 def make_cluster(number, speed=1.0):
