@@ -193,6 +193,8 @@ def read_address(text: str, *, is_own: bool = False) -> str:
         raise ConfigError(f"{text!r} names no port, so nobody can dial it; one looks like 192.0.2.7:7700")
     if is_everywhere(host) and not is_own:
         raise ConfigError(f"{text!r} names no host, so nobody can dial it; one looks like 192.0.2.7:7700")
+    if not is_own and is_number(host) and not is_plausible_number(host):
+        raise ConfigError(f"{text!r} is no address that others dial: give one of a network, or a name")
     return write_address(host, port)
 
 

@@ -187,12 +187,14 @@ class CheckpointCollector:
             self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
         self._sketches.pop(cluster.cluster_id, None)
 
-    def add_snapshot(self, sender: NodeId, made: SnapshotMade, now: float) -> list[Collect]:
+    def add_snapshot(self, sender: NodeId, made: SnapshotMade, now: float) -> list[Collect | WithdrawCollect]:
         """Record a node's answer."""
         self._kept[sender] = made
         return self.order(now)
 
-    def add_sketch(self, sender: NodeId, made: SketchMade, now: float) -> list[Collect] | str:
+    def add_sketch(
+        self, sender: NodeId, made: SketchMade, now: float
+    ) -> list[Collect | WithdrawCollect] | str:
         """Record a sketch; return why not, if nobody asked for it."""
         awaited = next((each for each in self._sketches.values() if each.get(sender, ()) is None), None)
         if made.number != self._attempt or awaited is None:
@@ -200,8 +202,11 @@ class CheckpointCollector:
         awaited[sender] = made.rows
         return self.order(now)
 
-    def order(self, now: float) -> list[Collect]:
-        """Have all parts fetched, once they are here, and others have said what they hold or had time to."""
+    def order(self, now: float) -> list[Collect | WithdrawCollect]:
+        """Have all parts fetched, once they are here, and others have said what they hold or had time to.
+
+        An older one that is still fetched is not kept: what is written last counts.
+        """
         if self._is_ordered or not self._is_complete or self._has_moved_on:
             return []
         sketches = [pair for each in self._sketches.values() for pair in each.items()]
@@ -214,8 +219,9 @@ class CheckpointCollector:
         if self._comparison is not None:
             said = tuple(NodeSketch(name, rows) for name, rows in sketches if rows)
             order = replace(order, key=self._comparison.key, others=said)
+        older = self._withdraw()
         self._ordered[self._attempt] = _Ordered(order, self._started_at)
-        return [order]
+        return [*older, order]
 
     @property
     def _has_moved_on(self) -> bool:
@@ -232,8 +238,11 @@ class CheckpointCollector:
     def begin_again(self, *, has_gone_wrong: bool) -> list[WithdrawCollect]:
         """Record that training begins again; what is still fetched then may be of what went wrong."""
         self._outdated |= self._ordered.keys()
-        pending = [number for number, each in self._ordered.items() if not each.collect.is_result]
-        return [WithdrawCollect(number) for number in pending] if has_gone_wrong else []
+        return self._withdraw() if has_gone_wrong else []
+
+    def _withdraw(self) -> list[WithdrawCollect]:
+        """Want no checkpoint any more that is under way."""
+        return [WithdrawCollect(number) for number, x in self._ordered.items() if not x.collect.is_result]
 
     def is_outdated(self, number: int) -> bool:
         """Return whether a checkpoint is on disk from which training did not begin again."""

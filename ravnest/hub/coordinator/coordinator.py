@@ -148,9 +148,8 @@ class Coordinator:
         """Return whether this very job is under way, whatever nodes are expected for it."""
         if not self._life.is_under_way:
             return False
-        same = {"expected_nodes": 0, "settle_seconds": 0.0, "draw_seed": 0}
-        mine, other = replace(self._job.settings, **same), replace(job.settings, **same)  # type: ignore[arg-type]
-        return mine == other and self._job.profile == job.profile and self._job.config == job.config
+        is_same = job.settings.are_of_the_job_of(self._job.settings)
+        return is_same and self._job.profile == job.profile and self._job.config == job.config
 
     def find_missing(self, key: str, build_id: int) -> NodeId | None:
         """Return the name of the missing member with this key, if it has the state it is to have."""

@@ -103,6 +103,12 @@ class JobSettings:
             has_statistics=self.has_statistics,
         )
 
+    def are_of_the_job_of(self, logged: "JobSettings") -> bool:
+        """Return whether a log is of this job, whatever swarm and reserve are; old ones have no metrics."""
+        names = ("expected_nodes", "settle_seconds", "draw_seed", "reserve_seconds", "reserve_samples")
+        free = [*names, *(["metrics"] if logged.metrics is None else [])]
+        return replace(self, **{name: getattr(logged, name) for name in free}) == logged
+
     @property
     def batches_per_epoch(self) -> int:
         """Batches of one pass over the data, the last one maybe smaller."""

@@ -39,7 +39,7 @@ from ravnest.transfer.outbox import Outgoing
 
 _MOST_REMEMBERED = 32 * RESERVE.most_microbatches  # microbatches: those that are ahead may be checked
 _MOST_REFUSED = 3  # results of one node for one reason: it may be no fault of the node
-_WENT_BACK = "training went back meanwhile, so this may be of what went wrong"
+_NOT_WANTED = "training went back meanwhile, or a newer one is fetched"
 
 DataOrder = MakeParts | SendFields | InspectSamples | Collect | WithdrawCollect
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
@@ -218,7 +218,7 @@ class DataService:
         if not fault and order.is_result:
             await self._in_background(self._owner.keep_result, parts, order.books)
         elif not fault and order.number in self._withdrawn:
-            fault = _WENT_BACK
+            fault = _NOT_WANTED
         elif not fault:
             fault = await self._in_background(self._owner.keep, parts, order.books, order.evaluated)
         self._apply(Collected(order.number, self._time(), fault, verdict))

@@ -107,6 +107,12 @@ def test_what_is_no_address_is_said_so(text):
         read_address(text)
 
 
+def test_an_address_that_others_cannot_dial_is_said_so():
+    with pytest.raises(ConfigError, match="no address that others dial"):
+        read_address("169.254.10.1:7700")
+    assert read_address("169.254.10.1:7700", is_own=True)
+
+
 def test_only_a_door_may_leave_host_or_port_open():
     assert read_address("0.0.0.0:0", is_own=True) == read_address("0.0.0.0:*", is_own=True)
     for text in ("192.0.2.7:0", "192.0.2.7:*", "0.0.0.0:7700", "[::]:7700", "*:7700"):

@@ -9,6 +9,7 @@ from support.plan_world import node
 
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
+    CheckpointAsked,
     MakePlan,
     Notify,
     PauseAsked,
@@ -27,6 +28,7 @@ from ravnest.hub.coordinator.notices import (
     FromCheckpoint,
     Joined,
     Left,
+    NotCheckpointed,
     PlanFormed,
     Recovered,
     Repaired,
@@ -57,8 +59,11 @@ def asked(world):
 
 def test_a_job_is_the_same_whoever_is_expected_to_do_it():
     world, given = trained("abc"), job(epochs=8, num_validation=0)
-    more = replace(given.settings, expected_nodes=7, settle_seconds=99.0)
+    more = replace(given.settings, expected_nodes=7, settle_seconds=99.0, reserve_samples=3)
     assert world.hub.is_at(replace(given, settings=more))
+    known = replace(given.settings, metrics=("accuracy",))
+    assert world.hub.is_at(replace(given, settings=known)), "its log was begun before a hub knew them"
+    assert not known.are_of_the_job_of(replace(known, metrics=()))
     assert not world.hub.is_at(replace(given, settings=replace(given.settings, epochs=9)))
     assert not world.hub.is_at(replace(given, profile=replace(given.profile, name="another")))
     assert not Coordinator(given).is_at(given), "it has not begun"
@@ -216,8 +221,9 @@ def test_who_came_while_the_result_was_awaited_is_measured_when_training_begins_
     assert world.is_finished, "nothing else happens that would wake the hub"
 
 
-@pytest.mark.parametrize("seconds", [5.0, 30.0])
-def test_a_checkpoint_that_is_written_after_its_cluster_has_gone_is_gone_on_from(seconds):
+@pytest.mark.parametrize(("seconds", "is_first"), [(5.0, True), (30.0, False)])
+def test_a_checkpoint_that_is_written_after_its_cluster_has_gone_is_gone_on_from(seconds, is_first):
+    """Unless another one is fetched by then: training has gone on without it."""
     world = trained("a", 250.0, checkpoint_every=2.0)
     keep, written = world.keep_checkpoint, []
 
@@ -230,10 +236,32 @@ def test_a_checkpoint_that_is_written_after_its_cluster_has_gone_is_gone_on_from
     world.run_until(lambda: written)
     world.kill("a")
     world.join("b", memory_mb=250.0, at=world.now + 10.0)
-    world.run_until(lambda: world.told(FromCheckpoint))
+    world.run_until(lambda: world.told(FromCheckpoint if is_first else NotCheckpointed))
     assert world.told(WorkLost)
-    assert world.hub.ledger.num_counted == written[0]
+    assert (world.hub.ledger.num_counted == written[0]) is is_first
     world.run()
     assert world.is_finished
     assert set(world.ledger.values()) == {1}
     check_replay(world)
+
+
+def test_a_checkpoint_that_comes_late_does_not_take_the_place_of_a_newer_one():
+    world = HubWorld(job(num_samples=400, num_validation=0, epochs=20, average_every=1000))
+    world.join(*"abcdef")
+    keep, orders = world.keep_checkpoint, []
+    world.keep_checkpoint = orders.append
+    world.run_until(lambda: world.hub.ledger.num_counted > 40 and len(world.hub.clusters) > 1)
+    for num_counted in (40, 300):  # a giver of the first one goes, so another begins
+        world.run_until(lambda least=num_counted: world.hub.ledger.num_counted > least)
+        world.feed(CheckpointAsked(world.now))
+        world.run_until(lambda: orders and orders[-1].books.num_counted > num_counted)  # noqa: B023
+        world.kill(orders[-1].parts[0].node, at=world.now + 1)
+    first, second = orders[0], orders[-1]
+    assert first.number in world.withdrawn
+    keep(second)
+    keep(first)
+    assert world.books == second.books
+    assert [each.num_samples for each in world.told(Checkpointed)][-1] >= 300
+    world.keep_checkpoint = keep
+    world.run()
+    assert world.is_finished
