@@ -178,6 +178,11 @@ class _Need:
     shares: tuple[Share, ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
 
     @property
+    def is_unready(self) -> bool:
+        """Whether the stage is not built; what was given for one that is built is of the past."""
+        return self.stage.node in self.cluster.unready
+
+    @property
     def intervals(self) -> tuple[tuple[int, int], ...]:
         """The intervals of its shares."""
         return tuple((share.start, share.stop) for share in self.shares)
@@ -233,7 +238,7 @@ class StateSources:
             for cluster, stage in stages
         }
         self._asked, self._snapshots = {}, {}
-        self._start(())
+        self._start(set())
 
     def begin(
         self, change: PlanChange, samples_seen: Callable[[ClusterState], int], kept: int
@@ -252,6 +257,7 @@ class StateSources:
         first = self._follow_first(change, has_learned)
         changed = {name for each in (*change.built, *change.ended) for name in each.nodes}
         self._deliveries.withdraw(changed)
+        building = {x for need in self._needs.values() if need.is_unready for x in need.nodes} - changed
         needs = self._keep_needs(changed)
         for cluster in change.built:
             if cluster.cluster_id in first:
@@ -266,13 +272,13 @@ class StateSources:
         self._needs = needs
         if not any(need.is_first for need in needs.values()):
             self._deliveries.clear()
-        self._start(changed)
+        self._start(building)
         return tuple(origins)
 
-    def _start(self, changed: Collection[NodeId]) -> None:
-        """Wait for snapshots of nodes that are asked for them by builds that they still have."""
+    def _start(self, building: set[NodeId]) -> None:
+        """Wait for snapshots; nodes that a build of before needed gave theirs, unless that is ready."""
         waiting = {node for need in self._needs.values() if not need.is_ordered for node in need.nodes}
-        waiting.difference_update(changed)
+        waiting &= building
         self._asked = {number: node for number, node in self._asked.items() if node in waiting}
         self._snapshots = {node: ref for node, ref in self._snapshots.items() if node in waiting}
         self._desk.withdraw(SnapshotPurpose.SOURCE, but=self._asked)

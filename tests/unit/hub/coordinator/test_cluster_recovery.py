@@ -522,3 +522,16 @@ def test_nobody_is_believed_to_be_faster_than_any_machine():
     finishes(world)
     assert world.told(SpeedChanged) == []
     assert world.hub.membership.find(liar).node == before
+
+
+def test_each_recovery_is_made_of_what_its_source_has_then():
+    world = world_of("abcdefgh", num_samples=4000, epochs=1)
+    for times in (1, 2):
+        world.kill(world.hub.clusters[0].nodes[1])
+        world.run_until(lambda least=times: len(world.told(Recovered)) == least)
+        world.run_until(lambda least=world.hub.ledger.num_counted + 200: world.hub.ledger.num_counted > least)
+    (first, *_), (second, *_) = (recovered.sources for recovered in world.told(Recovered))
+    assert first == second, "else each has a snapshot of its own in any case"
+    made = [order for name in "abcdefgh" for order in sent(world, StageParts, to=name)]
+    given = [source.weights for parts in made for source in parts.sources if source.node == first]
+    assert len(set(given)) == len(given) == 2
