@@ -241,7 +241,7 @@ class CheckpointCollector:
         return self._withdraw() if has_gone_wrong else []
 
     def _withdraw(self) -> list[WithdrawCollect]:
-        """Want no checkpoint any more that is under way."""
+        """Return the orders that end all checkpoints which are still fetched."""
         return [WithdrawCollect(number) for number, x in self._ordered.items() if not x.collect.is_result]
 
     def is_outdated(self, number: int) -> bool:
@@ -249,7 +249,7 @@ class CheckpointCollector:
         return number in self._outdated
 
     def forget_ordered(self) -> None:
-        """Wait for nothing that was ordered: who was to write it is no more."""
+        """Wait for no answer: the program that was to write has ended."""
         self._ordered, self._outdated = {}, set()
 
     def withdraw_result(self, number: int) -> None:

@@ -276,7 +276,7 @@ class StateSources:
         return tuple(origins)
 
     def _start(self, building: set[NodeId]) -> None:
-        """Wait for snapshots; nodes that a build of before needed gave theirs, unless that is ready."""
+        """Wait for the snapshots that are needed; those made for builds that still go on are used again."""
         waiting = {node for need in self._needs.values() if not need.is_ordered for node in need.nodes}
         waiting &= building
         self._asked = {number: node for number, node in self._asked.items() if node in waiting}
